@@ -1,0 +1,1 @@
+"""Benchmark and accuracy report: `python -m cute_attn.bench`."""

@@ -1,0 +1,467 @@
+"""`python -m cute_attn.bench`: speed beside the peers and error beside the naive baseline.
+
+On a Hopper GPU the default run times the papers' grid and reports the error. Elsewhere it reports the error
+of the emulator, and registers, spills, instruction counts and the roofline time of every compiled kernel.
+
+Exit status: 0; 1 if this library was wrong or failed somewhere; 2 if the command cannot be run as given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+EPILOG = """examples:
+  python -m cute_attn.bench --dtype fp8
+  python -m cute_attn.bench --seqlen 4096,16384 --head-dim 128 --causal 0 --recipe accurate,fp8
+  python -m cute_attn.bench --phase forward,quantize,whole_call --json speed.json --markdown speed.md
+  python -m cute_attn.bench --report accuracy --tensors my_layers.safetensors
+"""
+REPORTS = ("accuracy", "speed", "figures", "all")
+QUICK_SEQLENS = (1024, 16384)
+QUICK_ROUNDS = 3
+ROUNDS = 7
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError("expected a comma-separated list")
+    if len(set(names)) != len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} names something twice")
+    return names
+
+
+def _choices(*allowed: str) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = _names(text)
+        for name in names:
+            if name not in allowed:
+                raise argparse.ArgumentTypeError(f"unknown {name!r}; choose from {', '.join(allowed)}")
+        return names
+
+    return parse
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return value
+
+
+def _sizes(text: str) -> list[int]:
+    return [_positive(name) for name in _names(text)]
+
+
+def _head_dims(text: str) -> list[int]:
+    values = _sizes(text)
+    for value in values:
+        if value not in (64, 128, 256):
+            raise argparse.ArgumentTypeError(f"head_dim must be 64, 128 or 256, got {value}")
+    return values
+
+
+def _output(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"cannot write {text!r}: it is a folder, or its folder does not exist"
+        )
+    return path
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    from cute_attn.bench import cases, peers
+
+    def comma(values: Sequence[object]) -> str:
+        return ",".join(map(str, values))
+
+    parser = argparse.ArgumentParser(
+        prog="python -m cute_attn.bench",
+        description="Speed of 8-bit attention beside its peers, and its error beside the naive baseline. "
+        "Without a Hopper GPU: the error of the emulator, and the figures of every compiled kernel.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what")
+    shapes = parser.add_argument_group("shapes (default: the grid of the FlashAttention papers)")
+    run = parser.add_argument_group("how")
+    files = parser.add_argument_group("files")
+
+    def option(group: Any, flag: str, text: str, **more: Any) -> None:
+        group.add_argument(flag, help=text, **more)
+
+    def count(group: Any, flag: str, text: str, **more: Any) -> None:
+        option(group, flag, text, type=_positive, metavar="N", **more)
+
+    dtypes = ("fp8", "bf16", "fp16")
+    option(what, "--dtype", "default fp8; for 16 bits the peers alone", choices=dtypes, default="fp8")
+    text = "default: accuracy, and speed on a Hopper GPU or figures elsewhere"
+    option(what, "--report", text, choices=REPORTS)
+    text = "8-bit recipes, comma-separated (default: default is timed, errors are reported for every preset)"
+    option(what, "--recipe", text, type=_names, metavar="NAMES")
+    text = f"of {comma(peers.PHASES)} (default forward)"
+    option(what, "--phase", text, type=_choices(*peers.PHASES), default=["forward"], metavar="NAMES")
+    text = f"of {comma(list(peers.PROVIDERS))} (default: by dtype and phase)"
+    option(what, "--providers", text, type=_choices(*peers.PROVIDERS), metavar="NAMES")
+    text = "safetensors file with q, k, v or NAME.q, NAME.k, NAME.v: report errors on these"
+    option(what, "--tensors", text, type=Path, metavar="FILE")
+
+    option(shapes, "--seqlen", f"default {comma(cases.SEQLENS)}", type=_sizes, metavar="N,...")
+    text, head_dims = f"default {comma(cases.HEAD_DIMS)}", list(cases.HEAD_DIMS)
+    option(shapes, "--head-dim", text, type=_head_dims, default=head_dims, metavar="N,...")
+    option(shapes, "--causal", "default both", choices=("0", "1", "both"), default="both")
+    count(shapes, "--tokens", "batch x seqlen (default %(default)s)", default=cases.TOKENS)
+    count(shapes, "--hidden", "heads x head_dim (default %(default)s)", default=cases.HIDDEN)
+    count(shapes, "--batch", "instead of --tokens")
+    count(shapes, "--heads", "heads of Q, instead of --hidden")
+    count(shapes, "--heads-k", "heads of K and V (default: as many as Q has)")
+
+    count(run, "--rounds", f"timed rounds (default {ROUNDS})")
+    text = "length of one timed batch (default %(default)s)"
+    option(run, "--min-batch-ms", text, type=float, default=5.0, metavar="MS")
+    text = "fewer lengths, rounds and inputs; one kernel for each head_dim and kind of operands"
+    option(run, "--quick", text, action="store_true")
+    count(run, "--jobs", "processes that compile for the figures (default: CPUs, at most 4)")
+
+    for flag, text in (
+        ("--json", "record: meta and rows"),
+        ("--csv", "rows"),
+        ("--markdown", "tables"),
+        ("--plot", "speed by length, or error by recipe (.png, .pdf, .svg)"),
+    ):
+        option(files, flag, text, type=_output, metavar="PATH")
+    return parser
+
+
+def hopper_device() -> tuple[bool, str]:
+    """Whether the current CUDA device is a Hopper GPU, and in words what is there."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False, "no CUDA GPU is visible to torch"
+    name = torch.cuda.get_device_name()
+    major, minor = torch.cuda.get_device_capability()
+    return major == 9, f"{name}, compute capability {major}.{minor}"
+
+
+def header_lines(meta: dict[str, Any]) -> list[str]:
+    """What was measured on what."""
+    import cute_attn
+
+    git = meta["git"]
+    state = "" if git["dirty"] is None else ", with changes" if git["dirty"] else ""
+    lines = []
+    if meta["gpu"] is not None:
+        details = [f"driver {meta['driver'] or 'unknown'}"]
+        if meta.get("multiprocessors"):
+            details.append(f"{meta['multiprocessors']} SMs")
+        if meta.get("power_limit_w"):
+            details.append(f"power limit {meta['power_limit_w']:.0f} W")
+        if meta.get("sm_clock_max_mhz"):
+            now = meta.get("sm_clock_mhz") or 0
+            details.append(f"SM clock {now:.0f} MHz now, {meta['sm_clock_max_mhz']:.0f} at most")
+        if meta.get("l2_bytes"):
+            details.append(f"L2 {meta['l2_bytes'] / 2**20:.0f} MiB")
+        lines.append(f"GPU: {meta['gpu']} ({', '.join(details)})")
+    lines.append(
+        f"cute_attn {cute_attn.__version__} (commit {(git['commit'] or 'unknown')[:12]}{state}), "
+        f"torch {meta['torch']}, CUDA {meta['cuda'] or 'none'}, "
+        f"nvidia-cutlass-dsl {meta['cutlass_dsl'] or 'missing'}, Python {meta['python']}"
+    )
+    lines.append(f"{meta['date']}: {meta['command']}")
+    return lines
+
+
+def accuracy_rows(table: Any) -> list[dict[str, Any]]:
+    """An accuracy table as rows of a record; a NaN becomes null, and the row wrong if it is the error."""
+    from cute_attn.bench import accuracy, record
+
+    rows = []
+    for fields in accuracy.record_rows(table):
+        clean = {
+            key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in fields.items()
+        }
+        row = record.make_row(**clean)
+        if row["rmse"] is None:
+            row.update(status="wrong", reason="the error is not finite")
+        rows.append(row)
+    return rows
+
+
+class Run:
+    """One run of the command: options, where it prints, what it found."""
+
+    def __init__(self, options: argparse.Namespace, console: Any, progress_console: Any):
+        self.options = options
+        self.console = console
+        self.progress_console = progress_console
+        self.rows: list[dict[str, Any]] = []
+        self.incomplete = False
+
+    def progress(self) -> Any:
+        """A progress bar on standard error, gone when it is done."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.progress_console,
+            transient=True,
+        )
+
+    def cells(self) -> list[Any]:
+        """The cases of the shape options."""
+        from cute_attn.bench import cases
+
+        options = self.options
+        return cases.grid(
+            seqlens=options.seqlen or (QUICK_SEQLENS if options.quick else cases.SEQLENS),
+            head_dims=options.head_dim,
+            causal={"0": (False,), "1": (True,), "both": (False, True)}[options.causal],
+            tokens=options.tokens,
+            hidden=options.hidden,
+            batch=options.batch,
+            heads=options.heads,
+            heads_k=options.heads_k,
+        )
+
+    def contenders(self) -> list[Any]:
+        """Who is timed."""
+        from cute_attn.bench import peers
+
+        options = self.options
+        return peers.contenders(
+            options.dtype, options.phase, options.recipe or ["default"], options.providers
+        )
+
+    def speed(self) -> None:
+        """Time the grid."""
+        from cute_attn.bench import report, timing
+
+        options, found = self.options, self.contenders()
+        rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
+        if options.dtype != "fp8":
+            self.console.print(
+                f"cute_attn has no 16-bit kernel yet: --dtype {options.dtype} times the other libraries.",
+                style="bold",
+            )
+        start = len(self.rows)
+        cells = self.cells()
+        try:
+            with self.progress() as progress:
+                task = progress.add_task("timing", total=len(cells) * len(options.phase))
+                for case in cells:
+                    for phase in options.phase:
+                        progress.update(task, description=f"{phase} {case}")
+                        group = [contender for contender in found if contender.phase == phase]
+                        self.rows += timing.time_cell(
+                            case, group, rounds=rounds, min_batch_ms=options.min_batch_ms
+                        )
+                        progress.advance(task)
+        except timing.DeviceLost as lost:
+            self.rows += lost.rows
+            self.incomplete = True
+            self.console.print(f"The CUDA context was lost, so the run stops here: {lost}", style="bold red")
+        except KeyboardInterrupt:
+            self.incomplete = True
+            self.console.print("Interrupted: what was timed until then follows.", style="bold red")
+        for grid in report.speed_grids(self.rows[start:]):
+            self.console.print(grid.rich())
+        self.console.print(
+            f"Median of {rounds} interleaved rounds, each a batch of launches of at least "
+            f"{options.min_batch_ms:g} ms between CUDA events; L2 is not flushed between launches. "
+            "Peak memory: what one call needs beyond its operands, its output included."
+        )
+
+    def accuracy(self, hopper: bool) -> None:
+        """Error by input and recipe and, on a Hopper GPU, of the kernel alone by number of keys."""
+        from cute_attn.bench import accuracy, data, lengths, report
+
+        options = self.options
+        device = "cuda" if hopper else "cpu"
+        if options.tensors is not None:
+            inputs = data.load_user_tensors(options.tensors, device)
+        else:
+            inputs = data.default_inputs(device)
+            if options.quick:  # the first of each kind
+                inputs = [
+                    next(x for x in inputs if x.source == kind)
+                    for kind in dict.fromkeys(x.source for x in inputs)
+                ]
+        recipes = options.recipe or list(accuracy.DEFAULT_RECIPES)
+        import pandas as pd
+
+        tables = []
+        with self.progress() as progress:
+            task = progress.add_task("accuracy", total=len(inputs))
+            with warnings.catch_warnings():
+                # "auto" warns that the emulator runs; the table's title says it.
+                warnings.filterwarnings("ignore", category=UserWarning, module="cute_attn")
+                for layer in inputs:
+                    progress.update(task, description=f"accuracy: {layer.name}")
+                    backend = "sm90" if hopper else "emulator"
+                    tables.append(accuracy.accuracy_table([layer], recipes, backend=backend))
+                    progress.advance(task)
+        table = pd.concat(tables, ignore_index=True)
+        self.rows += accuracy_rows(table)
+        accuracy.render_accuracy(table, self.console)
+        if not hopper or options.tensors is not None:
+            return
+        names = options.recipe or ["fp8", "accurate"]
+        sizes = lengths.LENGTHS if not options.quick else (1, 300, 4096, 131072)
+        with self.progress() as progress:
+            task = progress.add_task(
+                "kernel error by length", total=len(names) * len(options.head_dim) * len(sizes) * 2
+            )
+            found = lengths.measure(
+                names, lengths=sizes, head_dims=options.head_dim, on_done=lambda: progress.advance(task)
+            )
+        self.rows += found
+        grid = report.error_grid(found)
+        if grid is not None:
+            self.console.print(grid.rich())
+
+    def figures(self) -> None:
+        """Registers, spills and counts of every compiled kernel, and their roofline times."""
+        from cute_attn import compile as compiler
+        from cute_attn.bench import cases, figures
+
+        options = self.options
+        configs = [config for config in compiler.configurations() if config.head_dim in options.head_dim]
+        if options.quick:  # one kernel for each head_dim and kind of operands
+            seen: dict[Any, Any] = {}
+            for config in configs:
+                kind = (type(config), config.head_dim, config.qk_dtype, getattr(config, "p_rounding", None))
+                seen.setdefault(kind, config)
+            configs = list(seen.values())
+        seqlen = max(options.seqlen or cases.SEQLENS)
+        shapes = {
+            (case.head_dim, case.causal): case
+            for case in cases.grid(
+                seqlens=[seqlen],
+                head_dims=options.head_dim,
+                tokens=max(options.tokens, seqlen),
+                hidden=options.hidden,
+                batch=options.batch,
+                heads=options.heads,
+                heads_k=options.heads_k,
+            )
+        }
+        with self.progress() as progress:
+            task = progress.add_task("compiling for sm_90a", total=len(configs))
+            found = figures.inspect_all(configs, jobs=options.jobs, on_done=lambda: progress.advance(task))
+        rows = figures.figure_rows(configs, found, shapes)
+        self.rows += rows
+        for grid in figures.figure_grids(rows):
+            self.console.print(grid.rich())
+
+    def write(self, meta: dict[str, Any], head: Sequence[str]) -> None:
+        """The files asked for."""
+        from cute_attn.bench import figures, record, report
+
+        options = self.options
+        if options.json:
+            record.write(options.json, meta, self.rows)
+        if options.csv:
+            report.write_csv(options.csv, self.rows)
+        if options.markdown:
+            grids = report.speed_grids(self.rows)
+            grids += [
+                grid
+                for grid in (report.accuracy_grid(self.rows), report.error_grid(self.rows))
+                if grid is not None
+            ]
+            report.write_markdown(options.markdown, head, grids + figures.figure_grids(self.rows))
+        if options.plot:
+            report.plot(options.plot, self.rows, head[0])
+        for path in (options.json, options.csv, options.markdown, options.plot):
+            if path is not None:
+                self.console.print(f"wrote {path}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    options = parser.parse_args(argv)
+
+    from rich.console import Console
+
+    from cute_attn.bench import peers, record, report
+    from cute_attn.quantize import resolve_recipe
+
+    # Tables are about 150 columns wide; a pipe has no width of its own and would get 80.
+    console = Console(width=None if sys.stdout.isatty() else max(160, int(os.environ.get("COLUMNS", 0) or 0)))
+    run = Run(options, console, Console(stderr=True))
+    hopper, device = hopper_device()
+    reports = {
+        None: ["speed", "accuracy"] if hopper else ["accuracy", "figures"],
+        "all": ["speed", "accuracy", "figures"] if hopper else ["accuracy", "figures"],
+    }.get(options.report, [options.report])
+    try:
+        if options.recipe:
+            names = [resolve_recipe(name).name for name in options.recipe]
+            if len(set(names)) != len(names):
+                raise ValueError(f"--recipe names one recipe twice: {', '.join(options.recipe)}")
+            options.recipe = names
+        if not options.min_batch_ms > 0:
+            raise ValueError(f"--min-batch-ms must be positive, got {options.min_batch_ms:g}")
+        run.cells()
+        run.contenders()
+        if options.plot:
+            report.need_matplotlib()
+        if options.report == "speed" and not hopper:
+            raise ValueError(f"--report speed needs a Hopper GPU (compute capability 9.x): {device}")
+    except (ValueError, report.PlotUnavailable) as error:
+        parser.error(str(error))  # exits with status 2
+
+    meta = record.collect_meta(shlex.join(["python", "-m", "cute_attn.bench", *argv]))
+    head = header_lines(meta)
+    if not hopper:
+        notice = (
+            f"No Hopper GPU: {device}. Nothing is timed; errors come from the emulator, kernel figures from "
+            "the compiled sm_90a code."
+        )
+        if options.dtype != "fp8":
+            notice += (
+                " cute_attn has no 16-bit kernel yet, and timing the other libraries with --dtype "
+                f"{options.dtype} takes a GPU: what follows is about the 8-bit kernels."
+            )
+        head.insert(0, notice)
+        console.print(notice, style="bold yellow")
+    for line in head if hopper else head[1:]:
+        console.print(line, highlight=False)
+    console.print()
+    for name in reports:
+        if name == "speed":
+            run.speed()
+        elif name == "accuracy":
+            run.accuracy(hopper)
+        else:
+            run.figures()
+        if run.incomplete:
+            break
+    run.write(meta, head)
+    bad = [row for row in run.rows if row["provider"] == peers.OURS and row["status"] in ("failed", "wrong")]
+    if bad:
+        console.print(f"{len(bad)} results of cute_attn are missing or wrong, see above.", style="bold red")
+    return 1 if bad or run.incomplete else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

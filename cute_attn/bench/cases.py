@@ -1,0 +1,228 @@
+"""The shapes that the benchmark times, their inputs, and a sampled float64 check of every output.
+
+The default grid is that of the FlashAttention papers (FlashAttention-2, arXiv 2307.08691, section 4.1, and
+FlashAttention-3, arXiv 2407.08608, section 4.1): 16384 tokens in all, heads times head_dim = 2048.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+HEAD_DIMS = (64, 128, 256)
+TOKENS = 16384
+HIDDEN = 2048
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Largest relative RMSE of any one sampled row of a right output on N(0, 1) inputs is about 0.1 for 8-bit
+# operands and 0.01 for 16-bit ones; a wrong mask, scale or tile gives about 1.
+WORST_ROW_LIMIT = {"fp8": 0.35, "bf16": 0.05, "fp16": 0.05}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the grid."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations as the papers count them: 4 * seqlen_q * seqlen_k * head_dim * heads *
+        batch, half of that for a causal mask."""
+        full = 4.0 * self.seqlen_q * self.seqlen_k * self.head_dim * self.heads_q * self.batch
+        return full / 2 if self.causal else full
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of the float32 score matrix S that an unfused implementation holds in memory."""
+        return 4 * self.batch * self.heads_q * self.seqlen_q * self.seqlen_k
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """Elements of Q (and of the output), and of K (and of V)."""
+        return (
+            self.batch * self.seqlen_q * self.heads_q * self.head_dim,
+            self.batch * self.seqlen_k * self.heads_k * self.head_dim,
+        )
+
+    @property
+    def fields(self) -> dict[str, int | bool]:
+        """The case as fields of a record's row."""
+        return {
+            "batch": self.batch,
+            "seqlen_q": self.seqlen_q,
+            "seqlen_k": self.seqlen_k,
+            "heads_q": self.heads_q,
+            "heads_k": self.heads_k,
+            "head_dim": self.head_dim,
+            "causal": self.causal,
+        }
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        heads = str(self.heads_q) if self.heads_q == self.heads_k else f"{self.heads_q}/{self.heads_k}"
+        return f"d {self.head_dim} {mask} seqlen {self.seqlen_k} batch {self.batch} heads {heads}"
+
+
+def grid(
+    *,
+    seqlens: Iterable[int] = SEQLENS,
+    head_dims: Iterable[int] = HEAD_DIMS,
+    causal: Iterable[bool] = (False, True),
+    tokens: int = TOKENS,
+    hidden: int = HIDDEN,
+    batch: int | None = None,
+    heads: int | None = None,
+    heads_k: int | None = None,
+) -> list[Case]:
+    """The cells, ordered by head_dim, mask and length.
+
+    Args:
+        tokens: tokens in all; the batch is tokens // seqlen, at least 1, unless `batch` is given.
+        hidden: heads * head_dim; `heads` overrides it.
+        heads_k: heads of K and V, default as many as Q has.
+
+    Raises:
+        ValueError: a size is not positive, head_dim does not divide hidden, or heads_k does not divide heads.
+    """
+    seqlens, head_dims, causal = list(seqlens), list(head_dims), list(causal)
+    sizes = {"seqlen": seqlens, "head_dim": head_dims, "tokens": [tokens], "hidden": [hidden]}
+    sizes |= {
+        name: [value]
+        for name, value in (("batch", batch), ("heads", heads), ("heads_k", heads_k))
+        if value is not None
+    }
+    for name, values in sizes.items():
+        if any(value < 1 for value in values):
+            raise ValueError(f"{name} must be at least 1, got {values}")
+    cases = []
+    for head_dim in head_dims:
+        if heads is None and hidden % head_dim:
+            raise ValueError(
+                f"hidden must be a multiple of head_dim, got hidden {hidden} and head_dim {head_dim}"
+            )
+        heads_q = hidden // head_dim if heads is None else heads
+        kv = heads_q if heads_k is None else heads_k
+        if heads_q % kv:
+            raise ValueError(f"heads_k must divide the {heads_q} heads of Q at head_dim {head_dim}, got {kv}")
+        for mask in causal:
+            for seqlen in seqlens:
+                count = max(1, tokens // seqlen) if batch is None else batch
+                cases.append(Case(count, seqlen, seqlen, heads_q, kv, head_dim, mask))
+    return cases
+
+
+def make_inputs(
+    case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """N(0, 1) Q (batch, seqlen_q, heads_q, head_dim) and K, V (batch, seqlen_k, heads_k, head_dim) of
+    `dtype`."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(seqlen: int, heads: int) -> Tensor:
+        shape = (case.batch, seqlen, heads, case.head_dim)
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    return (
+        normal(case.seqlen_q, case.heads_q),
+        normal(case.seqlen_k, case.heads_k),
+        normal(case.seqlen_k, case.heads_k),
+    )
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """Exact attention output of some rows of some heads."""
+
+    heads: tuple[tuple[int, int], ...]  # (batch, query head)
+    rows: Tensor  # (rows,) int64, query positions
+    values: Tensor  # (heads, rows, head_dim) float64
+    causal: bool
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """Error of an output on the sampled rows."""
+
+    rmse: float
+    rel_rmse: float  # rmse / root mean square of the exact values
+    worst_row: float  # the largest relative RMSE of one row
+    finite: bool  # of the whole output, not of the sample alone
+
+
+def sample(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> SampledRows:
+    """Exact attention in float64 for up to 6 heads and about 48 rows: tile edges, both ends and an even
+    spread.
+
+    q is (batch, seqlen_q, heads_q, head_dim); k and v are (batch, seqlen_k, heads_k, head_dim). The mask is
+    aligned to the bottom right and the scale is 1/sqrt(head_dim). The cost is that of about 300 rows, small
+    beside the attention itself.
+    """
+    batch, seqlen_q, heads_q, _ = q.shape
+    pairs = batch * heads_q
+    heads = tuple(divmod(pair, heads_q) for pair in sorted({round(i * (pairs - 1) / 5) for i in range(6)}))
+    positions = {0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 255, 256}
+    positions |= {seqlen_q - 1 - position for position in positions}
+    positions |= {round(i * (seqlen_q - 1) / 23) for i in range(24)}
+    rows = torch.tensor(sorted(row for row in positions if 0 <= row < seqlen_q), device=q.device)
+    return SampledRows(heads, rows, exact_rows(q, k, v, heads, rows, causal=causal), causal)
+
+
+def exact_rows(
+    q: Tensor, k: Tensor, v: Tensor, heads: Iterable[tuple[int, int]], rows: Tensor, *, causal: bool
+) -> Tensor:
+    """Attention in float64 of the given (batch, query head) pairs and query rows: (heads, rows, head_dim)."""
+    seqlen_q, heads_q, head_dim = q.shape[1:]
+    seqlen_k, heads_k = k.shape[1], k.shape[2]
+    keys = torch.arange(seqlen_k, device=q.device)
+    hidden = keys[None, :] > rows[:, None] + (seqlen_k - seqlen_q) if causal else None
+    values = []
+    for b, h in heads:
+        kv = h // (heads_q // heads_k)
+        score = (q[b, rows, h].double() @ k[b, :, kv].double().T) / math.sqrt(head_dim)
+        if hidden is not None:
+            score = score.masked_fill(hidden, -math.inf)
+        top = score.amax(dim=1, keepdim=True)
+        weight = torch.exp(score - torch.where(top.isinf(), 0.0, top))  # a row without keys: all weights 0
+        total = weight.sum(dim=1, keepdim=True)
+        values.append((weight @ v[b, :, kv].double()) / torch.where(total == 0, 1.0, total))
+    return torch.stack(values)
+
+
+def compare(got: Tensor, exact: Tensor, *, finite: bool = True) -> OutputError:
+    """Error of `got` against `exact`, both (heads, rows, head_dim)."""
+    difference = got.double() - exact
+    row_error = difference.square().mean(dim=-1).sqrt()
+    row_size = exact.square().mean(dim=-1).sqrt()
+    # A row without keys is exactly 0; any other value there is infinitely wrong.
+    row_relative = torch.where(row_size > 0, row_error / row_size, torch.where(row_error > 0, math.inf, 0.0))
+    rmse = difference.square().mean().sqrt()
+    size = exact.square().mean().sqrt()
+    worst = row_relative.max()
+    return OutputError(
+        rmse=float(rmse),
+        rel_rmse=float(rmse / size) if size > 0 else (0.0 if rmse == 0 else math.inf),
+        worst_row=float(worst),
+        finite=finite and bool(worst.isfinite()),
+    )
+
+
+def output_error(out: Tensor, reference: SampledRows) -> OutputError:
+    """Error of a whole output, (batch, seqlen_q, heads_q, head_dim) of any float dtype, on the sampled
+    rows."""
+    picked = torch.stack([out[b, :, h].float()[reference.rows] for b, h in reference.heads])
+    # 8-bit floats have no isfinite of their own.
+    finite = all(bool((part.float() if part.itemsize == 1 else part).isfinite().all()) for part in out)
+    return compare(picked, reference.values, finite=finite)

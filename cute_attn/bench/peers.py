@@ -1,0 +1,399 @@
+"""Who is timed, and how each one is called: this library and the attention libraries it compares with.
+
+A *contender* is a provider with a precision, a phase and, for this library, a recipe. Phases:
+
+forward
+    ready operands to a 16-bit output. 8-bit contenders start from prepared 8-bit tensors.
+quantize
+    16-bit Q, K, V to prepared 8-bit tensors.
+whole_call
+    16-bit Q, K, V to a 16-bit output, quantising included. For a 16-bit contender this is its forward.
+
+The 8-bit peers get N(0, 1) tensors cast to e4m3 with all scales 1, which is the cheapest that they can be
+asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cute_attn.bench import cases
+from cute_attn.bench.record import package_version
+
+OURS = "cute_attn"
+PHASES = ("forward", "quantize", "whole_call")
+SIXTEEN_BIT = ("bf16", "fp16")
+
+# An unfused implementation holds about three float32 tensors of the size of S; above this bound one of them
+# is too big.
+MATH_SCORE_LIMIT = 4 << 30  # bytes
+
+
+class NotRun(Exception):
+    """A contender that cannot take part; `status` is "unavailable" (not installed) or "skipped" (by
+    choice)."""
+
+    def __init__(self, status: str, reason: str):
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One column of the speed table."""
+
+    provider: str
+    dtype: str  # "fp8" for every 8-bit mixture, "bf16" or "fp16"
+    phase: str
+    recipe: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Short name for tables: provider, then the recipe of ours or the precision of a peer."""
+        return f"{self.provider} {self.recipe or self.dtype}"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A contender ready to be launched on one case."""
+
+    launch: Callable[[], Any]
+    kernel: str  # what runs: our kernel's name, or the library with its version
+    backend: str
+    check: Callable[[Any, cases.SampledRows], cases.OutputError] | None  # takes what `launch` returned
+    bytes_moved: int | None = None  # to and from device memory, where that is what limits the phase
+    held_bytes: int = 0  # of an output that is allocated once and not by the call
+
+
+# provider -> (precisions it runs in, phases it has)
+_SIXTEEN = (SIXTEEN_BIT, ("forward", "whole_call"))
+PROVIDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    OURS: (("fp8",), PHASES),
+    "fa3": (("fp8", *SIXTEEN_BIT), ("forward", "whole_call")),
+    "fa4": _SIXTEEN,
+    "cudnn": (("fp8",), ("forward",)),
+    "sdpa_flash": _SIXTEEN,
+    "sdpa_cudnn": _SIXTEEN,
+    "sdpa_efficient": _SIXTEEN,
+    "sdpa_math": _SIXTEEN,
+    "copy": (("fp8",), ("quantize",)),
+}
+_DEFAULT_FP8 = {
+    "forward": (OURS, "fa3", "cudnn", "sdpa_flash"),
+    "quantize": (OURS, "copy"),
+    "whole_call": (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn"),
+}
+_DEFAULT_16BIT = ("fa3", "fa4", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math")
+
+
+def contenders(
+    dtype: str, phases: Sequence[str], recipes: Sequence[str], providers: Sequence[str] | None = None
+) -> list[Contender]:
+    """Who takes part.
+
+    Args:
+        dtype: "fp8" times this library, the 8-bit peers and the 16-bit peers in bf16; "bf16" and "fp16" the
+            16-bit peers alone, as this library has no 16-bit kernel yet.
+        providers: names from `PROVIDERS`; None takes a default for each phase.
+
+    Raises:
+        ValueError: an unknown provider, or nobody is left.
+    """
+    unknown = [name for name in providers or () if name not in PROVIDERS]
+    if unknown:
+        raise ValueError(f"unknown provider {', '.join(unknown)}; known are {', '.join(PROVIDERS)}")
+    found: list[Contender] = []
+    for phase in phases:
+        if dtype == "fp8":
+            chosen = _DEFAULT_FP8[phase] if providers is None else providers
+            wanted: tuple[str, ...] = ("fp8", "bf16")
+        else:
+            chosen = _DEFAULT_16BIT if providers is None else providers
+            wanted = (dtype,)
+        eight_bit = [name for name in chosen if "fp8" in PROVIDERS[name][0]]
+        for precision in wanted:
+            for name in eight_bit if precision == "fp8" else chosen:
+                precisions, its_phases = PROVIDERS[name]
+                if precision not in precisions or phase not in its_phases:
+                    continue
+                if phase == "whole_call" and precision == "fp8" and name != OURS:
+                    continue  # FA3's FP8 kernel takes 8-bit tensors; the library has no quantiser of its own
+                for recipe in recipes if name == OURS else (None,):
+                    found.append(Contender(name, precision, phase, recipe))
+    if not found:
+        names = "the default providers" if providers is None else ", ".join(providers)
+        raise ValueError(f"nothing to time: {names} cannot run dtype {dtype} in phase {', '.join(phases)}")
+    return found
+
+
+def prepare(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
+    """Make `contender` ready for 16-bit inputs q (batch, seqlen_q, heads_q, head_dim), k and v on the GPU.
+
+    Raises:
+        NotRun: the library is not installed, or the case is left out on purpose.
+        Exception: whatever the library raises.
+    """
+    if contender.provider == OURS:
+        return _prepare_ours(contender, case, q, k, v)
+    if contender.provider == "copy":
+        return _prepare_copy(case, q)
+    if contender.provider == "fa3":
+        return _prepare_fa3(contender, case, q, k, v)
+    if contender.provider == "fa4":
+        return _prepare_fa4(case, q, k, v)
+    if contender.provider == "cudnn":
+        q8, k8, v8 = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+        run = cudnn_fp8_runner(q8, k8, v8, causal=case.causal, softmax_scale=1 / math.sqrt(case.head_dim))
+        library = _need("cudnn").backend_version_string()
+        name = f"cuDNN {library} FP8 SDPA graph, e4m3 output (frontend {_version('nvidia-cudnn-frontend')})"
+        return Prepared(run, name, "cudnn", cases.output_error, held_bytes=q8.numel())
+    return _prepare_sdpa(contender.provider, case, q, k, v)
+
+
+# --- this library
+
+
+def _prepare_ours(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
+    import cute_attn
+
+    recipe = contender.recipe or "default"
+    # "sm90" and not "auto": the emulator must never be timed as if it were the kernel.
+    options: dict[str, Any] = {"backend": "sm90"}
+    if contender.phase == "quantize":
+        plan = cute_attn.explain(q, k, v, recipe=recipe, causal=case.causal, **options)
+        ready = cute_attn.quantize(q, k, v, recipe, **options)
+        read = 2 * (q.numel() + k.numel() + v.numel())
+        return Prepared(
+            lambda: cute_attn.quantize(q, k, v, recipe, **options),
+            plan.quantize_config.name,
+            plan.backend,
+            _quantized_error,
+            read + _stored_bytes(ready),
+        )
+    if contender.phase == "forward":
+        qkv = cute_attn.quantize(q, k, v, recipe, **options)
+        plan = cute_attn.explain(qkv, causal=case.causal, out_dtype=q.dtype, **options)
+        kernel = plan.kernel
+
+        def launch() -> Tensor:
+            return cute_attn.fp8_attention_quantized(qkv, causal=case.causal, out_dtype=q.dtype, **options)
+    else:
+        plan = cute_attn.explain(q, k, v, recipe=recipe, causal=case.causal, **options)
+        kernel = f"{plan.quantize_config.name} + {plan.kernel}"
+
+        def launch() -> Tensor:
+            return cute_attn.fp8_attention(q, k, v, recipe=recipe, causal=case.causal, **options)
+
+    return Prepared(launch, kernel, plan.backend, cases.output_error)
+
+
+def _stored_bytes(qkv: Any) -> int:
+    """Bytes of the quantised tensors in memory; an expanded scale counts what it holds, not its shape."""
+    tensors = (qkv.q, qkv.k, qkv.vt, qkv.q_scale, qkv.k_scale, qkv.v_scale, qkv.q_dot_mean)
+    return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
+
+
+def _quantized_error(qkv: Any, reference: cases.SampledRows) -> cases.OutputError:
+    """Error of exact attention on the quantised tensors: rotating Q and K and smoothing K do not change
+    it."""
+    q, k, v = qkv.dequantize()
+    values = cases.exact_rows(q, k, v, reference.heads, reference.rows, causal=reference.causal)
+    return cases.compare(values, reference.values)
+
+
+def _prepare_copy(case: cases.Case, like: Tensor) -> Prepared:
+    """A plain copy that moves as many bytes as quantising does at least: 2 read and 1 written for each
+    element."""
+    elements_q, elements_kv = case.elements
+    moved = 3 * (elements_q + 2 * elements_kv)
+    source = torch.empty(moved // 2, dtype=torch.uint8, device=like.device)
+    target = torch.empty_like(source)
+    return Prepared(lambda: target.copy_(source), f"torch {torch.__version__} copy_", "cuda", None, moved)
+
+
+# --- peers
+
+
+@cache
+def _import(module: str) -> Any | str:
+    """The module, or why it cannot be imported; tried once, since a failing import can take seconds."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a broken extension raises anything, OSError and AttributeError included
+        return f"cannot import {module}: " + " ".join(f"{type(error).__name__}: {error}".split())[:250]
+
+
+def _need(module: str) -> Any:
+    found = _import(module)
+    if isinstance(found, str):
+        raise NotRun("unavailable", found)
+    return found
+
+
+@cache
+def _version(*distributions: str, module: str | None = None) -> str:
+    """Version of an installed distribution, looked up by the module it provides where its name is not
+    fixed."""
+    found = package_version(*distributions)
+    if found is None and module is not None:
+        for name in importlib.metadata.packages_distributions().get(module, ()):
+            found = f"{package_version(name)} from {name}"
+    return found or "of unknown version"
+
+
+def _cudnn_version() -> str:
+    number = torch.backends.cudnn.version()
+    return (
+        "of unknown version" if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    )
+
+
+def _first(result: Any) -> Tensor:
+    """The output alone: releases differ in whether the log-sum-exp comes with it."""
+    return result[0] if isinstance(result, (tuple, list)) else result
+
+
+def _prepare_fa3(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
+    fa3 = _need("flash_attn_interface")
+    name = f"FlashAttention-3 {_version('flash-attn-3', module='flash_attn_interface')}"
+    if contender.dtype == "fp8":
+        q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+        one = torch.ones(case.batch, case.heads_k, device=q.device)
+        return Prepared(
+            lambda: _first(
+                fa3.flash_attn_func(q, k, v, causal=case.causal, q_descale=one, k_descale=one, v_descale=one)
+            ),
+            f"{name}, e4m3",
+            "sm90",
+            cases.output_error,
+        )
+    return Prepared(
+        lambda: _first(fa3.flash_attn_func(q, k, v, causal=case.causal)), name, "sm90", cases.output_error
+    )
+
+
+def _prepare_fa4(case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
+    fa4 = _need("flash_attn.cute")
+    name = f"FlashAttention-4 CuTe {_version('flash-attn-4')}"
+    return Prepared(
+        lambda: _first(fa4.flash_attn_func(q, k, v, causal=case.causal)), name, "sm90", cases.output_error
+    )
+
+
+# provider -> (torch's name, what it is, backend)
+_SDPA = {
+    "sdpa_flash": (SDPBackend.FLASH_ATTENTION, "flash (FlashAttention-2)", "sm80"),
+    "sdpa_cudnn": (SDPBackend.CUDNN_ATTENTION, "cuDNN", "cudnn"),
+    "sdpa_efficient": (SDPBackend.EFFICIENT_ATTENTION, "memory-efficient", "sm80"),
+    "sdpa_math": (SDPBackend.MATH, "math (unfused)", "cublas"),
+}
+
+
+def _prepare_sdpa(provider: str, case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
+    backend, what, ran = _SDPA[provider]
+    if backend is SDPBackend.MATH and case.score_bytes > MATH_SCORE_LIMIT:
+        raise NotRun(
+            "skipped",
+            f"S would take {case.score_bytes / 2**30:.1f} GiB in float32, above the bound of "
+            f"{MATH_SCORE_LIMIT / 2**30:.0f} GiB",
+        )
+    if case.causal and case.seqlen_q != case.seqlen_k:
+        raise NotRun("skipped", "torch aligns the causal mask to the top left, which is another problem")
+    # torch wants (batch, heads, seqlen, head_dim); views, no copies
+    qt, kt, vt = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    name = f"torch {torch.__version__} SDPA {what}"
+    if backend is SDPBackend.CUDNN_ATTENTION:
+        name += f" {_cudnn_version()}"
+
+    def launch() -> Tensor:
+        with sdpa_kernel(backend):  # this backend or an error, never another one in silence
+            return F.scaled_dot_product_attention(
+                qt, kt, vt, is_causal=case.causal, enable_gqa=case.heads_q != case.heads_k
+            ).transpose(1, 2)
+
+    return Prepared(launch, name, ran, cases.output_error)
+
+
+def cudnn_fp8_runner(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float
+) -> Callable[[], Tensor]:
+    """cuDNN's FP8 attention through the graph API of its Python front end, all scales 1.
+
+    The output is e4m3 as well: this form of the graph is the one known to be accepted on Hopper. It writes
+    half the bytes of a 16-bit output, which favours cuDNN by little.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim) e4m3, contiguous; k, v: (batch, seqlen_k, heads_k, head_dim)
+        likewise.
+
+    Returns:
+        A function that runs the graph and returns the output, (batch, seqlen_q, heads_q, head_dim) e4m3,
+        always the same tensor.
+
+    Raises:
+        NotRun: the front end cannot be imported.
+        Exception: cuDNN has no plan for this case.
+    """
+    cudnn = _need("cudnn")
+    kind = cudnn.data_type
+    graph = cudnn.pygraph(
+        io_data_type=kind.FP8_E4M3, intermediate_data_type=kind.FLOAT, compute_data_type=kind.FLOAT
+    )
+
+    def geometry(x: Tensor) -> tuple[list[int], list[int]]:
+        """Sizes and strides in cuDNN's order (batch, heads, seqlen, head_dim)."""
+        batch, seqlen, heads, head_dim = x.shape
+        return [batch, heads, seqlen, head_dim], [seqlen * heads * head_dim, head_dim, heads * head_dim, 1]
+
+    def operand(name: str, x: Tensor) -> Any:
+        dim, stride = geometry(x)
+        return graph.tensor(name=name, dim=dim, stride=stride, data_type=kind.FP8_E4M3)
+
+    def scalar() -> Any:
+        return graph.tensor(dim=[1, 1, 1, 1], stride=[1, 1, 1, 1], data_type=kind.FLOAT)
+
+    gq, gk, gv = operand("Q", q), operand("K", k), operand("V", v)
+    scales = {
+        name: scalar() for name in ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+    }
+    go, _, amax_s, amax_o = graph.sdpa_fp8(
+        q=gq,
+        k=gk,
+        v=gv,
+        **scales,
+        is_inference=True,
+        attn_scale=softmax_scale,
+        use_causal_mask=causal,
+        name="sdpa",
+    )
+    out = torch.empty_like(q)
+    dim, stride = geometry(q)
+    go.set_output(True).set_dim(dim).set_stride(stride)
+    for amax in (amax_s, amax_o):
+        amax.set_output(False).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    one = torch.ones(1, 1, 1, 1, device=q.device)
+    pack = {gq: q, gk: k, gv: v, go: out, amax_s: torch.zeros_like(one), amax_o: torch.zeros_like(one)}
+    pack |= dict.fromkeys(scales.values(), one)
+    workspace = torch.empty(graph.get_workspace_size(), device=q.device, dtype=torch.uint8)
+
+    def run() -> Tensor:
+        graph.execute(pack, workspace)
+        return out
+
+    return run

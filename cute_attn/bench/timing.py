@@ -1,0 +1,248 @@
+"""Interleaved timing: in every round each contender of a cell is timed once, so that all of them see the same
+clocks, temperature and power.
+
+One measurement is a batch of launches between two CUDA events, long enough (5 ms by default) to hide the
+events' resolution. An untimed launch of the same contender goes before it: it brings that contender's code
+and data back into the caches, and the host fills the queue while it runs. L2 is not flushed between launches:
+the operands of the default grid's cells (96 MiB at 8 bits, outputs apart) exceed it.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from cute_attn.bench import cases, peers, record
+
+Key = TypeVar("Key")
+TimeBatch = Callable[[Callable[[], Any], int], float]  # (launch, count) -> milliseconds of `count` launches
+
+MAX_LAUNCHES = 1000  # of one batch
+
+
+class DeviceLost(RuntimeError):
+    """The CUDA context no longer works (an illegal address, say): this process can measure nothing more.
+
+    `rows` holds those of the cell at hand.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.rows: list[dict[str, Any]] = []
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one launch over the rounds."""
+
+    ms: float  # median
+    ms_min: float
+    ms_max: float
+    launches: int  # in one round
+    rounds: int
+
+
+def time_batch_cuda(launch: Callable[[], Any], count: int) -> float:
+    """Milliseconds between two events around `count` launches on the current stream, after one untimed
+    launch."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    launch()
+    start.record()
+    for _ in range(count):
+        launch()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def interleaved(
+    launches: Mapping[Key, Callable[[], Any]],
+    *,
+    rounds: int,
+    min_batch_ms: float,
+    time_batch: TimeBatch = time_batch_cuda,
+    on_failure: Callable[[Key, Exception], None] = lambda key, error: None,
+) -> dict[Key, Timing]:
+    """Time every launch, round-robin; the order is rotated by one each round so that nobody always follows
+    the same neighbour. A launch that raises is reported to `on_failure` and left out from then on.
+
+    Raises:
+        ValueError: rounds < 1 or min_batch_ms is not positive.
+    """
+    if rounds < 1 or not min_batch_ms > 0:
+        raise ValueError(
+            f"rounds must be at least 1 and min_batch_ms positive, got {rounds} and {min_batch_ms}"
+        )
+    counts: dict[Key, int] = {}
+    times: dict[Key, list[float]] = {}
+    for key, launch in launches.items():
+        try:
+            estimate = max(time_batch(launch, 2) / 2, 1e-6)
+        except Exception as error:
+            on_failure(key, error)
+            continue
+        counts[key] = min(MAX_LAUNCHES, max(2, math.ceil(min_batch_ms / estimate)))
+        times[key] = []
+    for number in range(rounds):
+        order = list(times)
+        shift = number % len(order) if order else 0
+        for key in order[shift:] + order[:shift]:
+            try:
+                times[key].append(time_batch(launches[key], counts[key]) / counts[key])
+            except Exception as error:
+                del times[key]
+                on_failure(key, error)
+    return {
+        key: Timing(statistics.median(found), min(found), max(found), counts[key], len(found))
+        for key, found in times.items()
+    }
+
+
+def short_reason(error: BaseException, limit: int = 300) -> str:
+    """An exception as one line."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise DeviceLost(short_reason(error)) from error
+
+
+def _first_calls(prepared: peers.Prepared, device: torch.device) -> tuple[Any, int | None]:
+    """The result of a warmed-up call, and the bytes of memory that it needs beyond its operands."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            prepared.launch()  # compiles, tunes, allocates workspaces
+        except RuntimeError as error:
+            # torch's SDPA says why a backend refuses in warnings, and raises a bare "No available kernel".
+            said = "; ".join(
+                dict.fromkeys(str(warning.message).split("(Triggered")[0].strip() for warning in caught)
+            )
+            raise RuntimeError(f"{error} {said}".strip()) from error
+    if device.type != "cuda":
+        return prepared.launch(), None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = prepared.launch()
+    torch.cuda.synchronize(device)
+    return result, torch.cuda.max_memory_allocated(device) - before + prepared.held_bytes
+
+
+def time_cell(
+    case: cases.Case,
+    contenders: Sequence[peers.Contender],
+    *,
+    rounds: int,
+    min_batch_ms: float = 5.0,
+    device: torch.device | str = "cuda",
+    seed: int = 0,
+    prepare: Callable[..., peers.Prepared] = peers.prepare,
+    time_batch: TimeBatch = time_batch_cuda,
+) -> list[dict[str, Any]]:
+    """One row for each contender, in their order: timed, or with the reason why not.
+
+    Every output is compared with float64 on sampled rows first. One whose worst row exceeds
+    `cases.WORST_ROW_LIMIT`, or that holds a non-finite value, is not timed: its row has status "wrong".
+
+    Raises:
+        DeviceLost: the CUDA context broke; `rows` of the exception holds what was finished of this cell.
+    """
+    device = torch.device(device)
+    rows = {
+        contender: record.make_row(
+            provider=contender.provider,
+            phase=contender.phase,
+            dtype=contender.dtype,
+            recipe=contender.recipe,
+            **case.fields,
+        )
+        for contender in contenders
+    }
+    launches: dict[peers.Contender, Callable[[], Any]] = {}
+    moved: dict[peers.Contender, int | None] = {}
+
+    def fail(contender: peers.Contender, status: str, reason: str) -> None:
+        rows[contender].update(status=status, reason=reason)
+
+    def settle(contender: peers.Contender, error: Exception) -> None:
+        """Note a failure; go on only where the device still answers."""
+        if isinstance(error, peers.NotRun):
+            fail(contender, error.status, str(error))
+            return
+        fail(contender, "failed", short_reason(error))
+        try:
+            _synchronize(device)
+        except DeviceLost as lost:
+            lost.rows = finished(f"not run: the CUDA context was lost in {contender.label}")
+            raise
+
+    def finished(reason: str) -> list[dict[str, Any]]:
+        for row in rows.values():
+            if row["status"] == "ok" and row["ms"] is None:
+                row.update(status="failed", reason=reason)
+        return list(rows.values())
+
+    inputs: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    references: dict[str, cases.SampledRows] = {}
+    with torch.no_grad():
+        for contender in contenders:
+            storage = "bf16" if contender.dtype == "fp8" else contender.dtype
+            try:
+                if storage not in inputs:
+                    inputs[storage] = cases.make_inputs(case, cases.TORCH_DTYPES[storage], device, seed)
+                    references[storage] = cases.sample(*inputs[storage], causal=case.causal)
+                prepared = prepare(contender, case, *inputs[storage])
+                rows[contender].update(kernel=prepared.kernel, backend=prepared.backend)
+                result, rows[contender]["peak_bytes"] = _first_calls(prepared, device)
+                error = None if prepared.check is None else prepared.check(result, references[storage])
+                del result
+                if error is not None:
+                    limit = cases.WORST_ROW_LIMIT[contender.dtype]
+                    if not error.finite:
+                        fail(contender, "wrong", "the output holds NaN or infinity; not timed")
+                        continue
+                    rows[contender].update(
+                        rmse=error.rmse, rel_rmse=error.rel_rmse, worst_row_rel_rmse=error.worst_row
+                    )
+                    if error.worst_row > limit:
+                        reason = f"relative RMSE {error.worst_row:.2g} in the worst sampled row"
+                        fail(contender, "wrong", f"{reason}, above {limit}; not timed")
+                        continue
+                launches[contender] = prepared.launch
+                moved[contender] = prepared.bytes_moved
+            except Exception as problem:
+                settle(contender, problem)
+        timed = interleaved(
+            launches, rounds=rounds, min_batch_ms=min_batch_ms, time_batch=time_batch, on_failure=settle
+        )
+        for contender, timing in timed.items():
+            bytes_moved = moved[contender]
+            rows[contender].update(
+                ms=timing.ms,
+                ms_min=timing.ms_min,
+                ms_max=timing.ms_max,
+                tflops=None if contender.phase == "quantize" else case.flops / timing.ms / 1e9,
+                tbps=None if bytes_moved is None else bytes_moved / timing.ms / 1e9,
+                launches=timing.launches,
+                rounds=timing.rounds,
+            )
+    launches.clear()
+    inputs.clear()
+    if device.type == "cuda":
+        gc.collect()  # an exception kept a contender's tensors alive through its traceback
+        torch.cuda.empty_cache()
+    return finished("not timed")

@@ -1,0 +1,365 @@
+"""Emulation of the 8-bit forward kernel in torch, rounding by rounding.
+
+It runs the kernel's tile loop (online softmax, FlashAttention-2, arXiv 2307.08691, section 3.1) on the kernel's
+quantised inputs with the kernel's roundings of P, its two-level accumulation (SageAttention2, arXiv 2411.10958,
+section 3.2) and its row sums. It is the backend where there is no Hopper GPU and the second oracle of the kernel's
+tests: what it does not reproduce is only the order of float32 sums and the last bits of the hardware's exp2.
+
+Arithmetic of one row, float32 unless said, key tiles of `tile_n` visited from the last one needed to the first:
+
+    scale_log2 = float32(softmax_scale * log2 e)
+    s_g    = max((q_scale * scale_log2) * k_scale_g, 2^-126)     g: group of 64 keys; int8: two lowest bits cleared
+    S      = dot of the codes, -inf where masked
+    m_tile = max over the groups of (max S) * s_g ;  rounded to an integer if |m_tile| < 2^22
+    m      = max(m_old, m_tile) ;  corr = exp2(m_old - m), 0 if m_old = -inf ;  m counts as 0 where it is -inf
+    code:  P = e4m3 byte round(float16(max(fma(S, 8 s_g, 119.65625 - 8 m), 0)))
+    ex2:   P = e4m3(exp2(fma(S, s_g, 8 - m)))
+    O      = O * (corr * (v_previous / v)) + P V                 v: scale of the tile's group of 256 keys
+    l      = l * corr + sum P                                    of the same rounded P
+    out    = O v / l ;  lse = (m + log2 l - 8) ln 2 - LSE_BIAS + softmax_scale * q_dot_mean
+
+Every step multiplies P by 2^8: its largest value is then 2^8 * 2^0.5 at most, below e4m3's 448, and its smallest
+nonzero one about 2^-15 (code) or 2^-18 (ex2) of the largest.
+
+Rows of huge logits: from |m| = 2^22 on, the rounding of S * s_g to float32 is worth whole codes, and a fused S * s_g - m
+could miss the maximum by any number of them. Such rows first replace S by float32(S * s_g) - m, then s_g by 1 and m by 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cute_attn.quantize import K_GROUP, V_BLOCK, QuantizedQKV, to_e4m3, unpermute_v
+
+__all__ = ["CODE_OFFSET", "HUGE_LOGIT", "LSE_BIAS", "P_LOG2_SCALE", "emulate_forward", "p_code"]
+
+P_LOG2_SCALE: Final = 8.0
+"""P is multiplied by 2 to this power before it is rounded to e4m3."""
+
+CODE_OFFSET: Final = 119.65625
+"""The e4m3 byte of 2^8 is 120; 119.65625 = 120 - 11/32 centres the error of reading the byte as a logarithm."""
+
+HUGE_LOGIT: Final = 2.0**22
+"""Base-2 logits from this magnitude on are subtracted before they are scaled (see the module's docstring)."""
+
+_SCALE_FLOOR: Final = 2.0**-126  # smallest normal: with s = 0 a masked -inf would become NaN
+_SLICE: Final = 32  # k extent of one 8-bit tensor-core instruction
+_ALIGNED_BITS: Final = 13  # fraction bits that survive alignment in Hopper's FP8 accumulator
+
+# Elements of the largest temporary of one tile step; bounds the memory and keeps CPU caches useful.
+_CPU_BUDGET: Final = 1 << 20
+_CUDA_BUDGET: Final = 1 << 26
+
+
+def _lse_bias() -> float:
+    """log of the mean of (rounded P) / P of the code map, over a uniform fractional part of log2 P.
+
+    Softmax mass is spread over many values of log2 P, so that its fractional part z/8 mod 1 is close to uniform, and
+    the row sum of the rounded P is the exact sum times the mean of the ratio over one period, eight codes.
+    The byte n is chosen for z within 1/2 of n; the float16 step before (its spacing is 1/16 for z in [64, 128)) moves
+    the ties to the even code, so that even n own n +- 17/32 and odd n own n +- 15/32. The ratio
+    value(n) / 2^((z - 119.65625)/8 + 8) has an elementary integral. The period taken is 112..119, where
+    value(n) = 128 + 16 (n - 112); below 64 the spacing halves and the mean changes by less than 2e-5.
+    """
+    total = 0.0
+    for n in range(112, 120):
+        half = (17 if n % 2 == 0 else 15) / 32
+        low, high = (-(z - CODE_OFFSET) / 8 - P_LOG2_SCALE for z in (n - half, n + half))
+        total += (128 + 16 * (n - 112)) * (2.0**low - 2.0**high) / math.log(2)
+    return math.log(total)
+
+
+LSE_BIAS: Final = _lse_bias()
+"""Natural log that the row sums of p_rounding="code" exceed the exact ones by, on average; subtracted from lse."""
+
+
+def p_code(z: Tensor) -> Tensor:
+    """The e4m3 byte of 2^8 P from z = 8 log2 P + 119.65625, without exp2.
+
+    An e4m3 byte is nearly a fixed-point base-2 logarithm, three bits of it fraction: 1 + f stands for 2^f.
+
+    Args:
+        z: float32, any shape.
+
+    Returns:
+        uint8 of that shape: float16(max(z, 0)) rounded to the nearest integer, ties to even; at most 126 (448.0);
+        0x7f (NaN) where z is NaN.
+    """
+    rounded = z.clamp(min=0.0).to(torch.float16).float().round_().clamp_(max=126.0)
+    return rounded.nan_to_num_(nan=127.0).to(torch.uint8)
+
+
+@contextmanager
+def _true_float32_matmul() -> Iterator[None]:
+    """Turns TF32 and bf16 shortcuts of float32 matmuls off, and back to what they were."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def _hopper_matmul(a: Tensor, b: Tensor, acc: Tensor | None = None) -> Tensor:
+    """acc + a @ b as Hopper's FP8 tensor core is observed to sum, float32.
+
+    For each slice of 32, the products and the running accumulator are aligned to the largest exponent among them,
+    cut toward zero 13 bits below it, and summed exactly.
+
+    Args:
+        a: (..., m, k) and b: (..., k, n), float32 values of e4m3 codes (their products are exact).
+        acc: (..., m, n) float32, default 0.
+    """
+    if acc is None:
+        acc = a.new_zeros(*a.shape[:-1], b.shape[-1])
+    for start in range(0, a.shape[-1], _SLICE):
+        products = a[..., start : start + _SLICE].unsqueeze(-1) * b[..., start : start + _SLICE, :].unsqueeze(-3)
+        largest = torch.maximum(products.abs().amax(dim=-2), acc.abs())
+        # Biased exponent of the largest; the floor only keeps the powers of two below representable.
+        exponent = (largest.view(torch.int32) >> 23).clamp_(min=27, max=254)
+        to_unit = ((254 + _ALIGNED_BITS - exponent) << 23).view(torch.float32)  # 2^(13 - emax)
+        from_unit = ((exponent - _ALIGNED_BITS) << 23).view(torch.float32)
+        total = (products * to_unit.unsqueeze(-2)).trunc_().sum(dim=-2)
+        acc = (total + (acc * to_unit).trunc_()) * from_unit
+    return acc
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """float32 a * b + c, rounded once: a float64 product of float32 values is exact."""
+    return torch.addcmul(c.double(), a.double(), b.double()).float()
+
+
+def emulate_forward(
+    qkv: QuantizedQKV,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    tile_m: int = 128,
+    tile_n: int = 128,
+    out_dtype: torch.dtype | None = None,
+    two_level: bool = True,
+    accumulator: Literal["fp32", "hopper"] = "fp32",
+    row_chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention forward with the kernel's arithmetic, on CPU or CUDA tensors of any compute capability.
+
+    Memory beyond inputs and outputs is bounded by a fixed budget of one tile step, whatever the sequence lengths.
+
+    Args:
+        qkv: quantised inputs.
+        causal: key j is visible to query i iff j <= i + seqlen_k - seqlen_q.
+        softmax_scale: finite and > 0; default 1/sqrt(head_dim).
+        tile_m: query rows that share a loop over key tiles. Changes results only where a tile that some row of the
+            block needs holds NaN or infinity in keys that another row must not see: that row becomes NaN too.
+        tile_n: keys of one tile: 64, 128 or 256.
+        out_dtype: default `qkv.dtype`.
+        two_level: a fresh accumulator for each tile, added to O in float32. False keeps one accumulator across all
+            tiles, to show what that does together with `accumulator="hopper"`.
+        accumulator: how a matmul sums. "fp32": float32. "hopper": a model of the reduced-precision accumulator of
+            Hopper's FP8 instructions, for both matmuls of e4m3 operands (int8 sums are exact); slow.
+        row_chunk: query rows of one pass; default from the memory budget. Does not change the arithmetic of a row.
+
+    Returns:
+        out (batch, seqlen_q, heads_q, head_dim) of `out_dtype`, and lse (batch, heads_q, seqlen_q) float32, natural
+        log. A row that sees no key has output 0 and lse -inf. A row that depends on a non-finite scale group, or
+        whose logits leave float32, is NaN.
+
+    Raises:
+        ValueError: an argument is out of range; the message names it.
+    """
+    batch, seqlen_q, heads_q, head_dim = qkv.q.shape
+    heads_k, seqlen_k = qkv.k.shape[2], qkv.seqlen_k
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(head_dim)
+    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
+        raise ValueError(f"softmax_scale is {softmax_scale}; allowed: finite and > 0")
+    if tile_n not in (64, 128, 256):
+        raise ValueError(f"tile_n is {tile_n}; allowed: 64, 128, 256")
+    if tile_m < 1:
+        raise ValueError(f"tile_m is {tile_m}; allowed: at least 1")
+    if accumulator not in ("fp32", "hopper"):
+        raise ValueError(f"accumulator is {accumulator!r}; allowed: 'fp32', 'hopper'")
+    if row_chunk is not None and row_chunk < 1:
+        raise ValueError(f"row_chunk is {row_chunk}; allowed: at least 1")
+
+    device = qkv.q.device
+    group = heads_q // heads_k
+    out = torch.zeros(batch, seqlen_q, heads_q, head_dim, dtype=out_dtype or qkv.dtype, device=device)
+    lse = torch.full((batch, heads_q, seqlen_q), -math.inf, dtype=torch.float32, device=device)
+    if out.numel() == 0 or seqlen_k == 0:
+        return out, lse
+
+    budget = _CPU_BUDGET if device.type == "cpu" else _CUDA_BUDGET
+    row_cost = group * (tile_n if accumulator == "fp32" else _SLICE * max(tile_n, head_dim))
+    rows = row_chunk or max(min(budget // (row_cost * tile_m), -(-seqlen_q // tile_m)), 1) * tile_m
+    heads_step = max(budget // (row_cost * min(rows, seqlen_q)), 1)
+    batch_step = max(heads_step // heads_k, 1)
+    # Query heads of one kv head side by side: (batch, heads_k, group, seqlen_q, ...), all views.
+    q = qkv.q.unflatten(2, (heads_k, group)).permute(0, 2, 3, 1, 4)
+    q_scale = qkv.q_scale.unflatten(1, (heads_k, group))
+    out_view = out.unflatten(2, (heads_k, group)).permute(0, 2, 3, 1, 4)
+    lse_view = lse.unflatten(1, (heads_k, group))
+    with _true_float32_matmul():
+        for b in range(0, batch, batch_step):
+            for h in range(0, heads_k, heads_step):
+                part = (slice(b, b + batch_step), slice(h, h + heads_step))
+                k = qkv.k[part[0], :, part[1]].transpose(1, 2)
+                for r in range(0, seqlen_q, rows):
+                    some = (*part, slice(None), slice(r, r + rows))
+                    out_rows, lse_rows = _attend_rows(
+                        q[some],
+                        k,
+                        qkv.vt[part],
+                        q_scale[some],
+                        qkv.k_scale[part],
+                        qkv.v_scale[part],
+                        first_row=r,
+                        seqlen_q=seqlen_q,
+                        seqlen_k=seqlen_k,
+                        causal=causal,
+                        softmax_scale=softmax_scale,
+                        tile_m=tile_m,
+                        tile_n=tile_n,
+                        p_rounding=qkv.recipe.p_rounding,
+                        two_level=two_level,
+                        hopper=accumulator == "hopper",
+                    )
+                    out_view[some] = out_rows.to(out.dtype)
+                    lse_view[some] = lse_rows
+    if qkv.q_dot_mean is not None:
+        shifted = lse + qkv.q_dot_mean * softmax_scale
+        lse = torch.where(lse == -math.inf, lse, shifted)
+    return out, lse
+
+
+def _attend_rows(
+    q: Tensor,
+    k: Tensor,
+    vt: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    *,
+    first_row: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    causal: bool,
+    softmax_scale: float,
+    tile_m: int,
+    tile_n: int,
+    p_rounding: str,
+    two_level: bool,
+    hopper: bool,
+) -> tuple[Tensor, Tensor]:
+    """The tile loop for some rows of some heads.
+
+    Args:
+        q: (b, h, group, rows, d) codes of rows `first_row`, `first_row` + 1, ...
+        k: (b, h, seqlen_k, d) codes; vt: (b, h, d, ceil16(seqlen_k)).
+        q_scale: (b, h, group, rows); k_scale: (b, h, groups of 64 keys); v_scale: (b, h, groups of 256 keys).
+
+    Returns:
+        out (b, h, group, rows, d) and lse (b, h, group, rows), float32, lse without the smoothing term.
+    """
+    batch, heads, group, rows, head_dim = q.shape
+    device = q.device
+    int8 = q.dtype == torch.int8
+    sums_hopper_qk = hopper and not int8
+    qf = q.float().reshape(batch, heads, group * rows, head_dim)
+    row_scale = q_scale * torch.tensor(softmax_scale * math.log2(math.e), dtype=torch.float32, device=device)
+
+    # Keys that each row sees are 0 .. limit - 1; tiles are counted for whole blocks of tile_m rows.
+    offset = seqlen_k - seqlen_q if causal else seqlen_k
+    row = torch.arange(first_row, first_row + rows, device=device)
+    limit = (row + 1 + offset).clamp_(min=0, max=seqlen_k)
+    blocks = range(first_row // tile_m, (first_row + rows - 1) // tile_m + 1)
+    last_rows = [min((block + 1) * tile_m, seqlen_q) - 1 for block in blocks]
+    tiles = [-(-max(min(last + 1 + offset, seqlen_k), 0) // tile_n) for last in last_rows]
+    row_tiles = torch.tensor(tiles, device=device)[row // tile_m - blocks[0]]
+
+    o_acc = torch.zeros(batch, heads, group, rows, head_dim, device=device)
+    l_acc = torch.zeros(batch, heads, group, rows, device=device)
+    m_acc = torch.full((batch, heads, group, rows), -math.inf, device=device)
+    v_previous = torch.ones(batch, heads, device=device)
+
+    for tile in range(max(tiles) - 1, -1, -1):
+        # Later row blocks see at least as many tiles as earlier ones: the rows at work are a suffix.
+        first_block = next(i for i, count in enumerate(tiles) if count > tile)
+        lo = max(blocks[first_block] * tile_m - first_row, 0)
+        n = rows - lo
+        start = tile * tile_n
+        stop = min(start + tile_n, seqlen_k)
+
+        k_tile = F.pad(k[:, :, start:stop].float(), (0, 0, 0, start + tile_n - stop))
+        v_tile = unpermute_v(vt[..., start : min(start + tile_n, vt.shape[-1])], stop - start)
+        v_tile = F.pad(v_tile.float().transpose(1, 2), (0, 0, 0, start + tile_n - stop))
+        k_groups = k_scale[..., start // K_GROUP : -(-stop // K_GROUP)]
+        k_groups = F.pad(k_groups, (0, tile_n // K_GROUP - k_groups.shape[-1]), value=1.0)
+
+        s = row_scale[..., lo:, None] * k_groups[:, :, None, None, :]  # (b, h, group, n, tile_n / 64)
+        s = s.clamp(min=_SCALE_FLOOR)
+        if int8:
+            s = (s.view(torch.int32) & -4).view(torch.float32)
+        s = s.unsqueeze(-1)
+
+        q_rows = qf if lo == 0 else qf.unflatten(2, (group, rows))[:, :, :, lo:].flatten(2, 3)
+        kt = k_tile.transpose(-1, -2)
+        scores = _hopper_matmul(q_rows, kt) if sums_hopper_qk else q_rows @ kt
+        scores = scores.view(batch, heads, group, n, tile_n)
+        if stop < start + tile_n or causal:
+            hidden = torch.arange(start, start + tile_n, device=device) >= limit[lo:, None]
+            scores = scores.masked_fill(hidden, -math.inf)
+        scores = scores.unflatten(-1, (tile_n // K_GROUP, K_GROUP))
+
+        m_tile = (scores.amax(dim=-1, keepdim=True) * s).amax(dim=(-1, -2))
+        m_tile = torch.where(m_tile.abs() < HUGE_LOGIT, m_tile.round(), m_tile)
+        m_old = m_acc[..., lo:]
+        m_new = torch.maximum(m_old, m_tile)
+        m_use = m_new.masked_fill(m_new == -math.inf, 0.0)
+        corr = torch.exp2(m_old - m_use)  # 0 where m_old is -inf
+
+        m = m_use[..., None, None]
+        huge = m.abs() >= HUGE_LOGIT
+        if bool(huge.any()):
+            scores = torch.where(huge, scores * s - m, scores)
+            s, m = torch.where(huge, 1.0, s), m.masked_fill(huge, 0.0)
+        if p_rounding == "code":
+            p8 = p_code(_fma(scores, 8.0 * s, CODE_OFFSET - 8.0 * m)).view(torch.float8_e4m3fn)
+        else:
+            p8 = to_e4m3(torch.exp2(_fma(scores, s, P_LOG2_SCALE - m)))
+        p = p8.float().view(batch, heads, group * n, tile_n)
+
+        v_now = v_scale[..., start // V_BLOCK]
+        first_tile = row_tiles[lo:] == tile + 1
+        ratio = torch.where(first_tile, 1.0, (v_previous / v_now)[..., None])  # (b, h, n)
+        v_previous = v_now
+        o = o_acc[..., lo:, :] * (corr * ratio[:, :, None]).unsqueeze(-1)
+        if two_level:
+            product = _hopper_matmul(p, v_tile) if hopper else p @ v_tile
+            o = o + product.view_as(o)
+        elif hopper:
+            o = _hopper_matmul(p, v_tile, o.flatten(2, 3)).view_as(o)
+        else:
+            o = torch.baddbmm(o.view(-1, group * n, head_dim), p.flatten(0, 1), v_tile.flatten(0, 1)).view_as(o)
+        o_acc[..., lo:, :] = o
+        l_acc[..., lo:] = l_acc[..., lo:] * corr + p.sum(dim=-1).view(batch, heads, group, n)
+        m_acc[..., lo:] = m_new
+
+    seen = limit > 0
+    v_last = v_scale[..., 0, None, None, None]
+    # A row with keys and l = 0 has left float32's range: 0/0 makes it NaN instead of a plausible zero.
+    out = torch.where(seen[:, None], o_acc * v_last / l_acc.unsqueeze(-1), 0.0)
+    bias = LSE_BIAS if p_rounding == "code" else 0.0
+    lse = (m_acc + (l_acc.log2() - P_LOG2_SCALE)) * math.log(2.0) - bias
+    lse = lse.masked_fill(l_acc == 0, math.nan)
+    return out, torch.where(seen, lse, -math.inf)

@@ -1,0 +1,170 @@
+"""Calls of the compiled kernels: outputs, scratch, device and stream.
+
+The compiled functions take torch tensors as they are (TVM-FFI), check dtype, rank, shape and strides, and launch on
+the current stream of the tensors' device. Nothing here synchronises.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from cute_attn.compile import compile_kernel
+from cute_attn.kernels.config import K_SCALE_GROUP, V_KEY_PERMUTATION, V_SCALE_GROUP, FwdConfig, QuantizeConfig
+from cute_attn.quantize import Fp8Recipe, QuantizedQKV, mean_key, rotation_signs, static_amax
+
+LOG2_E = math.log2(math.e)
+
+_ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` current for a launch; free where it already is."""
+    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+
+
+@lru_cache(maxsize=64)
+def _zero(device: torch.device) -> Tensor:
+    """One float32 zero, expanded wherever a kernel wants a tensor that this call has no use for."""
+    return torch.zeros(1, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=64)
+def _signs(head_dim: int, seed: int, device: torch.device) -> Tensor:
+    return rotation_signs(head_dim, seed, device=device)
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def launch_quantize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    recipe: Fp8Recipe,
+    config: QuantizeConfig,
+    *,
+    k_mean: Tensor | None = None,
+) -> QuantizedQKV:
+    """Quantise with the compiled kernels of `config`.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim) bf16 or fp16 on a CUDA device, last stride 1.
+        k, v: (batch, seqlen_k, heads_k, head_dim), likewise.
+        recipe: what `config` was planned from.
+        k_mean: (batch, heads_k, head_dim) float32 to subtract from K where the recipe smooths; default `mean_key(k)`.
+    """
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    _, seqlen_k, heads_k, _ = k.shape
+    device = q.device
+    with _on(device):
+        zero = _zero(device)
+        rotate = recipe.rotation == "hadamard"
+        signs = _signs(head_dim, recipe.rotation_seed, device) if rotate else zero.expand(head_dim)
+        if recipe.smooth_k:
+            mean = mean_key(k) if k_mean is None else k_mean
+            q_dot = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
+        else:
+            mean = zero.expand(batch, heads_k, head_dim)
+            q_dot = zero.expand(batch, heads_q, seqlen_q)
+        amax_q = amax_k = amax_v = None
+        if config.q_mode == "static":
+            amax_q = static_amax(q, recipe.q_scale, signs=signs if rotate else None)  # type: ignore[arg-type]
+        if config.k_mode == "static":
+            amax_k = static_amax(
+                k,
+                recipe.k_scale,  # type: ignore[arg-type]
+                mean=mean if recipe.smooth_k else None,
+                signs=signs if rotate else None,
+            )
+        if config.v_mode == "static":
+            amax_v = static_amax(v, recipe.v_scale)  # type: ignore[arg-type]
+        code = _CODES[recipe.qk_dtype]
+        q8 = torch.empty((batch, seqlen_q, heads_q, head_dim), dtype=code, device=device)
+        k8 = torch.empty((batch, seqlen_k, heads_k, head_dim), dtype=code, device=device)
+        padded = _ceil_div(seqlen_k, V_KEY_PERMUTATION) * V_KEY_PERMUTATION
+        vt = torch.empty((batch, heads_k, head_dim, padded), dtype=torch.float8_e4m3fn, device=device)
+        q_scale = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
+        k_groups, v_groups = _ceil_div(seqlen_k, K_SCALE_GROUP), _ceil_div(seqlen_k, V_SCALE_GROUP)
+        k_scale = torch.empty((batch, heads_k, k_groups), dtype=torch.float32, device=device)
+        v_scale = torch.empty((batch, heads_k, v_groups), dtype=torch.float32, device=device)
+        compile_kernel(config)(
+            q,
+            k,
+            v,
+            signs,
+            mean,
+            zero.expand(batch, heads_q) if amax_q is None else amax_q,
+            zero.expand(batch, heads_k) if amax_k is None else amax_k,
+            zero.expand(batch, heads_k) if amax_v is None else amax_v,
+            q8,
+            k8,
+            vt,
+            q_scale,
+            k_scale,
+            v_scale,
+            q_dot,
+        )
+    return QuantizedQKV(
+        q=q8,
+        k=k8,
+        vt=vt,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        q_dot_mean=q_dot if recipe.smooth_k else None,
+        seqlen_k=seqlen_k,
+        recipe=recipe,
+        dtype=q.dtype,
+    )
+
+
+def launch_transpose_v(v: Tensor, config: QuantizeConfig) -> Tensor:
+    """Ready e4m3 V (batch, seqlen_k, heads_k, head_dim) to the forward kernel's (batch, heads_k, head_dim, ceil16)."""
+    batch, seqlen_k, heads_k, head_dim = v.shape
+    padded = _ceil_div(seqlen_k, V_KEY_PERMUTATION) * V_KEY_PERMUTATION
+    with _on(v.device):
+        vt = torch.empty((batch, heads_k, head_dim, padded), dtype=v.dtype, device=v.device)
+        zero = _zero(v.device)
+        compile_kernel(config)(v, zero.expand(batch, heads_k), vt, zero.expand(batch, heads_k, 1))
+    return vt
+
+
+def launch_forward(
+    qkv: QuantizedQKV, config: FwdConfig, *, causal: bool, softmax_scale: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Run the compiled forward kernel of `config`.
+
+    Returns:
+        (out, lse): (batch, seqlen_q, heads_q, head_dim) of `out_dtype` and (batch, heads_q, seqlen_q) float32.
+    """
+    assert config.causal == causal and _ELEMENTS[config.out_dtype] == out_dtype, "plan and call disagree"
+    q = qkv.q
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    device = q.device
+    with _on(device):
+        out = torch.empty((batch, seqlen_q, heads_q, head_dim), dtype=out_dtype, device=device)
+        lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
+        lse_add = qkv.q_dot_mean
+        if lse_add is None:
+            lse_add = _zero(device).expand(batch, heads_q, seqlen_q)
+        compile_kernel(config)(
+            q,
+            qkv.k,
+            qkv.vt,
+            qkv.q_scale,
+            qkv.k_scale,
+            qkv.v_scale,
+            lse_add,
+            out,
+            lse,
+            softmax_scale,
+            softmax_scale * LOG2_E,
+        )
+    return out, lse

@@ -1,0 +1,549 @@
+"""Recipes, quantised tensors, and the torch reference of the quantiser.
+
+A *recipe* says how 16-bit Q, K and V become 8-bit operands: the scale granularity of each tensor, whether Q and K
+are rotated ("incoherent processing", FlashAttention-3, arXiv 2407.08608, section 3.3), whether the mean key is
+subtracted (SageAttention, arXiv 2410.02367, section 4.2), and which 8-bit type carries Q K^T.
+
+`quantize_reference` is the definition of the quantiser's arithmetic. Every operation is a single float32 operation
+rounded to nearest even, in a fixed order, so the device kernel can (and must) agree bit for bit:
+
+    x      = float32(input)
+    x      = x - mean                          K only, with smooth_k
+    x      = FWHT(x * sign)                    Q and K, with rotation (unnormalised: 1/sqrt(head_dim) is in the scale)
+    amax   = max |x| over the scale group
+    a      = max(amax, 2^-100)
+    inv    = QMAX / a                          IEEE division
+    scale  = a * float32(norm / QMAX) + (a - a)
+    code   = round(x * inv)                    e4m3 (QMAX 448) or int8 (QMAX 127), to nearest even, saturating
+
+A group of zeros has `inv = scale = 1`. `(a - a)` is zero for a finite group and NaN for any other, so a NaN or an
+infinity makes the scale of its group NaN, and every output that depends on the group is NaN: bad input stays visible
+and never becomes a plausible number.
+
+Tensors are (batch, seqlen, heads, head_dim) unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "E4M3_MAX",
+    "INT8_MAX",
+    "K_GROUP",
+    "PI",
+    "PRESETS",
+    "Q_BLOCK",
+    "V_BLOCK",
+    "Fp8Recipe",
+    "QuantizedQKV",
+    "amax_scale",
+    "from_fp8",
+    "mean_key",
+    "permute_v",
+    "quantize_reference",
+    "resolve_recipe",
+    "rotation_signs",
+    "scale_norm",
+    "static_amax",
+    "to_e4m3",
+    "to_int8",
+    "unpermute_v",
+    "walsh_hadamard",
+]
+
+E4M3_MAX: Final = 448.0
+INT8_MAX: Final = 127.0
+Q_BLOCK: Final = 128  # query rows that share a scale with q_scale="block"
+K_GROUP: Final = 64  # keys of one entry of QuantizedQKV.k_scale
+V_BLOCK: Final = 256  # keys of one entry of QuantizedQKV.v_scale
+
+PI: Final = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+"""Key order inside each group of 16 of the transposed V: `vt[..., 16 m + p] = v[16 m + PI[p]]`.
+
+With it the float32 accumulator registers of S, taken in order and converted, are the 8-bit A fragment of P.
+"""
+
+# Below this amax a group is quantised as if its amax were this: QMAX / a stays finite and scales stay normal numbers.
+_AMAX_FLOOR: Final = 2.0**-100
+# Rows of the sequence that static_amax transforms at a time, to bound its float32 workspace.
+_STATIC_CHUNK: Final = 4096
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Recipes
+# --------------------------------------------------------------------------------------------------------------------
+
+_ALLOWED: Final[Mapping[str, tuple[object, ...]]] = {
+    "qk_dtype": ("e4m3", "int8"),
+    "q_scale": ("tensor", "head", "block", "token"),
+    "k_scale": ("tensor", "head", "block"),
+    "k_block": (64, 128),
+    "v_scale": ("tensor", "head", "block"),
+    "rotation": ("none", "hadamard"),
+    "smooth_k": (True, False),
+    "p_rounding": ("code", "ex2"),
+}
+
+
+@dataclass(frozen=True)
+class Fp8Recipe:
+    """How Q, K, V and P are brought to 8 bits. Immutable and hashable.
+
+    Attributes:
+        name: label used in reports and plans.
+        qk_dtype: operands of Q K^T. "int8" has 7 bits of mantissa against the 3 of "e4m3", at the same speed.
+        q_scale: one scale for each "tensor", "head" (batch, head), "block" of 128 query rows, or "token" (row).
+        k_scale: one scale for each "tensor", "head" or "block" of `k_block` keys.
+        k_block: keys of one K scale when `k_scale` is "block": 64 or 128.
+        v_scale: one scale for each "tensor", "head" or "block" of 256 keys. V is always e4m3.
+        rotation: "hadamard" multiplies Q and K by random signs and a Hadamard matrix (arXiv 2407.08608, section 3.3).
+        rotation_seed: seed of the signs, a non-negative int below 2**63.
+        smooth_k: subtract a mean key of each head (arXiv 2410.02367, section 4.2). Exact for the output.
+        p_rounding: "ex2" computes exp2 and casts to e4m3; "code" rounds the exponent straight to an e4m3 byte.
+
+    Raises:
+        ValueError: a field holds a value that is not allowed; the message names field, value and choices.
+    """
+
+    name: str = "custom"
+    qk_dtype: Literal["e4m3", "int8"] = "int8"
+    q_scale: Literal["tensor", "head", "block", "token"] = "token"
+    k_scale: Literal["tensor", "head", "block"] = "block"
+    k_block: int = 64
+    v_scale: Literal["tensor", "head", "block"] = "block"
+    rotation: Literal["none", "hadamard"] = "hadamard"
+    rotation_seed: int = 0
+    smooth_k: bool = True
+    p_rounding: Literal["code", "ex2"] = "code"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"Fp8Recipe.name is {self.name!r}; allowed: a non-empty str")
+        for field, allowed in _ALLOWED.items():
+            value = getattr(self, field)
+            # The type is compared too: 1 == True and 64.0 == 64, but neither hashes to a config that was compiled.
+            if not any(type(value) is type(choice) and value == choice for choice in allowed):
+                raise ValueError(f"Fp8Recipe.{field} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+        seed = self.rotation_seed
+        if type(seed) is not int or not 0 <= seed < 2**63:
+            raise ValueError(f"Fp8Recipe.rotation_seed is {seed!r}; allowed: an int from 0 to 2**63 - 1")
+
+    @classmethod
+    def preset(cls, name: str) -> Fp8Recipe:
+        """Returns the preset of this name ("naive", "paper", "fp8", "accurate" or "default").
+
+        Raises:
+            ValueError: no preset has this name.
+        """
+        try:
+            return PRESETS[name]
+        except KeyError:
+            raise ValueError(f"recipe is {name!r}; allowed: {', '.join(map(repr, PRESETS))}") from None
+
+
+_NAIVE: Final = Fp8Recipe(
+    name="naive",
+    qk_dtype="e4m3",
+    q_scale="tensor",
+    k_scale="tensor",
+    v_scale="tensor",
+    rotation="none",
+    smooth_k=False,
+    p_rounding="ex2",
+)
+_PAPER: Final = Fp8Recipe(
+    name="paper", qk_dtype="e4m3", q_scale="block", k_block=128, smooth_k=False, p_rounding="ex2"
+)
+_FP8: Final = Fp8Recipe(name="fp8", qk_dtype="e4m3")
+_ACCURATE: Final = Fp8Recipe(name="accurate")
+
+PRESETS: Final[Mapping[str, Fp8Recipe]] = {
+    "naive": _NAIVE,
+    "paper": _PAPER,
+    "fp8": _FP8,
+    "accurate": _ACCURATE,
+    "default": _ACCURATE,
+}
+"""The named recipes. "default" is an alias: its recipe is the one called "accurate"."""
+
+_FP8_TENSORS: Final = Fp8Recipe(
+    name="fp8_tensors",
+    qk_dtype="e4m3",
+    q_scale="head",
+    k_scale="head",
+    v_scale="head",
+    rotation="none",
+    smooth_k=False,
+)
+
+
+def resolve_recipe(recipe: str | Fp8Recipe) -> Fp8Recipe:
+    """Returns the recipe itself, or the preset of that name.
+
+    Raises:
+        ValueError: no preset has this name.
+        TypeError: `recipe` is neither a str nor an Fp8Recipe.
+    """
+    if isinstance(recipe, Fp8Recipe):
+        return recipe
+    if isinstance(recipe, str):
+        return Fp8Recipe.preset(recipe)
+    raise TypeError(f"recipe is a {type(recipe).__name__}; allowed: a preset name (str) or an Fp8Recipe")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Quantised tensors
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedQKV:
+    """8-bit Q, K, V as the forward kernel reads them, with their float32 dequantisation factors.
+
+    Attributes:
+        q: (batch, seqlen_q, heads_q, head_dim) e4m3fn or int8, last stride 1, in rotated space.
+        k: (batch, seqlen_k, heads_k, head_dim), dtype of `q`, rotated and smoothed.
+        vt: (batch, heads_k, head_dim, ceil16(seqlen_k)) e4m3fn: V transposed, keys permuted by `PI` inside groups of
+            16, zeros after the last key.
+        q_scale: (batch, heads_q, seqlen_q) float32. Scales may be expanded (stride 0).
+        k_scale: (batch, heads_k, ceil(seqlen_k / 64)) float32, one for each group of 64 keys.
+        v_scale: (batch, heads_k, ceil(seqlen_k / 256)) float32, one for each group of 256 keys.
+        q_dot_mean: (batch, heads_q, seqlen_q) float32, q . mean_key before softmax_scale, which lse adds back; None
+            without smoothing.
+        seqlen_k: number of true keys in `vt`.
+        recipe: how the tensors were made.
+        dtype: dtype of the tensors they were made from; the default dtype of the output.
+    """
+
+    q: Tensor
+    k: Tensor
+    vt: Tensor
+    q_scale: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+    q_dot_mean: Tensor | None
+    seqlen_k: int
+    recipe: Fp8Recipe
+    dtype: torch.dtype
+
+    def dequantize(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what the codes stand for: float64 (q, k, v), each (batch, seqlen, heads, head_dim).
+
+        q and k stay in the rotated, smoothed space (their products are those of the original space up to rounding
+        and, with smoothing, one constant for each row); the key permutation of V is undone.
+        """
+        k_rows = _expand_groups(self.k_scale, K_GROUP, self.seqlen_k)
+        v_rows = _expand_groups(self.v_scale, V_BLOCK, self.seqlen_k)
+        v8 = unpermute_v(self.vt, self.seqlen_k)
+        return (
+            self.q.double() * _as_rows(self.q_scale).double(),
+            self.k.double() * _as_rows(k_rows).double(),
+            v8.double() * _as_rows(v_rows).double(),
+        )
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """(batch, heads, seqlen) -> (batch, seqlen, heads, 1), to multiply a (batch, seqlen, heads, head_dim) tensor."""
+    return x.transpose(1, 2).unsqueeze(-1)
+
+
+def _expand_groups(x: Tensor, group: int, length: int) -> Tensor:
+    """(..., groups) -> (..., length): each entry repeated `group` times, the last one as often as needed."""
+    return x.repeat_interleave(group, dim=-1)[..., :length]
+
+
+def permute_v(v8: Tensor) -> Tensor:
+    """Transposes e4m3 V for the kernel: (batch, seqlen_k, heads_k, head_dim) -> (batch, heads_k, head_dim, ceil16(seqlen_k)).
+
+    Keys are permuted by `PI` inside each group of 16; positions past the last key hold zeros. The result is
+    contiguous. Raises ValueError if `v8` is not a 4-D tensor of one-byte elements.
+    """
+    if v8.dim() != 4 or v8.element_size() != 1:
+        raise ValueError(f"v8 is {v8.dim()}-D {v8.dtype}; allowed: 4-D with one-byte elements")
+    batch, seqlen, heads, head_dim = v8.shape
+    padded = F.pad(v8.view(torch.uint8), (0, 0, 0, 0, 0, -seqlen % 16))
+    groups = padded.permute(0, 2, 3, 1).reshape(batch, heads, head_dim, (seqlen + 15) // 16, 16)
+    order = torch.tensor(PI, device=v8.device)
+    return groups[..., order].reshape(batch, heads, head_dim, -(-seqlen // 16) * 16).view(v8.dtype)
+
+
+def unpermute_v(vt: Tensor, seqlen_k: int) -> Tensor:
+    """Inverse of `permute_v`: (batch, heads_k, head_dim, ceil16(seqlen_k)) -> (batch, seqlen_k, heads_k, head_dim)."""
+    batch, heads, head_dim, padded = vt.shape
+    inverse = torch.tensor([PI.index(i) for i in range(16)], device=vt.device)
+    groups = vt.view(torch.uint8).reshape(batch, heads, head_dim, padded // 16, 16)[..., inverse]
+    return groups.reshape(batch, heads, head_dim, padded)[..., :seqlen_k].permute(0, 3, 1, 2).contiguous().view(vt.dtype)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Arithmetic
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _float32(x: float) -> float:
+    """The double rounded once to float32."""
+    return float(torch.tensor(x, dtype=torch.float32))
+
+
+def scale_norm(head_dim: int, rotation: str) -> float:
+    """The `norm` of `amax_scale` for Q and K: 1/sqrt(head_dim) undoes the gain of the unnormalised Hadamard transform."""
+    return 1.0 / math.sqrt(head_dim) if rotation == "hadamard" else 1.0
+
+
+def amax_scale(amax: Tensor, qmax: float, norm: float) -> tuple[Tensor, Tensor]:
+    """Scales of groups from their largest magnitudes.
+
+    Args:
+        amax: float32, any shape; max |x| of each scale group, NaN where the group holds a NaN.
+        qmax: largest code, 448 (e4m3) or 127 (int8).
+        norm: factor folded into the dequantisation scale (see `scale_norm`); 1 for V.
+
+    Returns:
+        (inv, scale), float32, shape of `amax`: codes are round(x * inv), values are code * scale. A zero group gives
+        (1, 1); a non-finite one gives a NaN scale.
+    """
+    a = amax.clamp(min=_AMAX_FLOOR)  # keeps NaN
+    # Not `qmax / a`: torch computes number / tensor as a reciprocal and a product, which rounds twice.
+    inv = torch.full_like(a, qmax) / a
+    scale = a * _float32(norm / qmax) + (a - a)
+    zero = amax == 0
+    return inv.masked_fill(zero, 1.0), scale.masked_fill(zero, 1.0)
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """float32 -> e4m3fn, to nearest even, saturating at +-448; every NaN becomes the byte 0x7f."""
+    # Clamped first because older torch turns values beyond 448 into NaN; clamp keeps NaN.
+    code = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return code.masked_fill(x.isnan(), 0x7F).view(torch.float8_e4m3fn)
+
+
+def to_int8(x: Tensor) -> Tensor:
+    """float32 -> int8, to nearest even, saturating at +-127; NaN becomes 0 (the scale of its group is NaN)."""
+    return x.round().clamp(-INT8_MAX, INT8_MAX).nan_to_num(nan=0.0).to(torch.int8)
+
+
+def rotation_signs(head_dim: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
+    """Random signs of the rotation: (head_dim,) float32, +1 or -1, drawn on the CPU so that every device agrees."""
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (head_dim,), generator=generator) * 2 - 1
+    return signs.to(device=device, dtype=torch.float32)
+
+
+def walsh_hadamard(x: Tensor) -> Tensor:
+    """Unnormalised fast Walsh-Hadamard transform of the last dimension, stages at distance 1, 2, 4, ...
+
+    The order of the stages is part of the definition: float32 sums depend on it.
+
+    Raises:
+        ValueError: the last dimension is not a power of two.
+    """
+    n = x.shape[-1]
+    if n < 1 or n & (n - 1):
+        raise ValueError(f"head_dim is {n}; allowed with rotation='hadamard': a power of two")
+    shape = x.shape
+    h = 1
+    while h < n:
+        a, b = x.reshape(*shape[:-1], n // (2 * h), 2, h).unbind(dim=-2)
+        x = torch.stack((a + b, a - b), dim=-2).reshape(shape)
+        h *= 2
+    return x
+
+
+def mean_key(k: Tensor) -> Tensor:
+    """The key that smoothing subtracts: float32 (batch, heads_k, head_dim), the mean of every 16th key of each head.
+
+    Any vector gives the same output exactly (softmax ignores a constant added to a row), so a subsample serves at a
+    sixteenth of the cost of a pass. Zero where there are no keys. A NaN or infinity in a sampled key spreads to the
+    whole head.
+    """
+    sample = k[:, ::16].float()
+    if sample.shape[1] == 0:
+        return sample.new_zeros(k.shape[0], k.shape[2], k.shape[3])
+    return sample.mean(dim=1)
+
+
+def _transform(x: Tensor, mean: Tensor | None, signs: Tensor | None) -> Tensor:
+    """float32, minus the mean key, rotated: what is scaled and rounded. x is (batch, seqlen, heads, head_dim)."""
+    x = x.float()
+    if mean is not None:
+        x = x - mean.unsqueeze(1)
+    if signs is not None:
+        x = walsh_hadamard(x * signs)
+    return x
+
+
+def static_amax(
+    x: Tensor, mode: Literal["tensor", "head"], *, mean: Tensor | None = None, signs: Tensor | None = None
+) -> Tensor:
+    """Largest magnitude for the scale modes that need a pass of their own, after smoothing and rotation.
+
+    Args:
+        x: (batch, seqlen, heads, head_dim), fp16, bf16 or fp32.
+        mode: "head": one value for each (batch, head); "tensor": one for all.
+        mean: (batch, heads, head_dim) float32 to subtract first (`mean_key`), or None.
+        signs: (head_dim,) float32 (`rotation_signs`) of the rotation, or None.
+
+    Returns:
+        (batch, heads) float32; with "tensor" every entry is the same (stride 0). NaN propagates.
+    """
+    batch, seqlen, heads, _ = x.shape
+    amax = torch.zeros(batch, heads, dtype=torch.float32, device=x.device)
+    for start in range(0, seqlen, _STATIC_CHUNK):
+        part = _transform(x[:, start : start + _STATIC_CHUNK], mean, signs)
+        amax = torch.maximum(amax, part.abs().amax(dim=(1, 3)))
+    if mode == "tensor" and amax.numel():
+        amax = amax.amax().expand(batch, heads)
+    return amax
+
+
+def _group_amax(x: Tensor, group: int) -> Tensor:
+    """max |x| over `group` rows and head_dim: (batch, seqlen, heads, head_dim) -> (batch, heads, groups)."""
+    rows = x.abs().amax(dim=-1).transpose(1, 2)
+    groups = -(-rows.shape[-1] // group)
+    return F.pad(rows, (0, -rows.shape[-1] % group)).unflatten(-1, (groups, group)).amax(dim=-1)
+
+
+def _quantize(x: Tensor, mode: str, block: int, dtype: str, norm: float) -> tuple[Tensor, Tensor, int | None]:
+    """Quantises a transformed tensor.
+
+    Returns the codes (shape of x), the scales (batch, heads, groups), and the rows of a group, or None where one
+    scale serves the whole sequence.
+    """
+    seqlen = x.shape[1]
+    qmax = E4M3_MAX if dtype == "e4m3" else INT8_MAX
+    if mode == "tensor" or mode == "head":
+        inv, scale = amax_scale(static_amax(x, mode).unsqueeze(-1), qmax, norm)
+        inv_rows, group = inv, None
+    else:
+        group = 1 if mode == "token" else block
+        inv, scale = amax_scale(_group_amax(x, group), qmax, norm)
+        inv_rows = _expand_groups(inv, group, seqlen)
+    scaled = x * _as_rows(inv_rows)
+    return to_e4m3(scaled) if dtype == "e4m3" else to_int8(scaled), scale, group
+
+
+def _spread(scale: Tensor, group: int | None, unit: int, entries: int) -> Tensor:
+    """Scales at one entry for each `unit` rows, (batch, heads, entries), from scales of `group` rows."""
+    if group is None:
+        return scale.expand(-1, -1, entries)
+    return _expand_groups(scale, group // unit, entries)
+
+
+def quantize_reference(
+    q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, *, k_mean: Tensor | None = None
+) -> QuantizedQKV:
+    """Quantises Q, K, V in torch, with exactly the arithmetic of the device kernel (see the module's docstring).
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), fp16, bf16 or fp32, CPU or CUDA.
+        k, v: (batch, seqlen_k, heads_k, head_dim).
+        recipe: how to quantise.
+        k_mean: (batch, heads_k, head_dim) float32 subtracted from every key when `recipe.smooth_k`; default
+            `mean_key(k)`. Pass it to make two implementations agree to the bit, or to keep that of a cache's prefill.
+
+    Returns:
+        QuantizedQKV on the device of the inputs. A scale group that holds a NaN or an infinity has a NaN scale.
+
+    Raises:
+        ValueError: a dtype or rank is not allowed, head_dim is not a power of two under rotation, or `k_mean` is
+            given without smoothing or with a wrong shape.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} is {x.dim()}-D; allowed: 4-D (batch, seqlen, heads, head_dim)")
+        if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise ValueError(f"{name} is {x.dtype}; allowed: float16, bfloat16, float32")
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    seqlen_k, heads_k = k.shape[1], k.shape[2]
+    if k_mean is not None:
+        if not recipe.smooth_k:
+            raise ValueError("k_mean is given but recipe.smooth_k is False; allowed: None")
+        if k_mean.shape != (batch, heads_k, head_dim) or k_mean.dtype != torch.float32:
+            raise ValueError(
+                f"k_mean is {tuple(k_mean.shape)} {k_mean.dtype}; allowed: {(batch, heads_k, head_dim)} float32"
+            )
+    elif recipe.smooth_k:
+        k_mean = mean_key(k)
+
+    signs = rotation_signs(head_dim, recipe.rotation_seed, q.device) if recipe.rotation == "hadamard" else None
+    norm = scale_norm(head_dim, recipe.rotation)
+    q8, q_scale, q_group = _quantize(_transform(q, None, signs), recipe.q_scale, Q_BLOCK, recipe.qk_dtype, norm)
+    k8, k_scale, k_group = _quantize(
+        _transform(k, k_mean, signs), recipe.k_scale, recipe.k_block, recipe.qk_dtype, norm
+    )
+    v8, v_scale, v_group = _quantize(_transform(v, None, None), recipe.v_scale, V_BLOCK, "e4m3", 1.0)
+
+    q_dot_mean = None
+    if k_mean is not None:
+        of_query_head = k_mean.repeat_interleave(heads_q // heads_k, dim=1)
+        q_dot_mean = (q.float() * of_query_head.unsqueeze(1)).sum(dim=-1).transpose(1, 2).contiguous()
+    return QuantizedQKV(
+        q=q8,
+        k=k8,
+        vt=permute_v(v8),
+        q_scale=_spread(q_scale, q_group, 1, seqlen_q),
+        k_scale=_spread(k_scale, k_group, K_GROUP, -(-seqlen_k // K_GROUP)),
+        v_scale=_spread(v_scale, v_group, V_BLOCK, -(-seqlen_k // V_BLOCK)),
+        q_dot_mean=q_dot_mean,
+        seqlen_k=seqlen_k,
+        recipe=recipe,
+        dtype=q.dtype,
+    )
+
+
+def from_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+) -> QuantizedQKV:
+    """Wraps e4m3 tensors that a user already has (FlashAttention-3's signature); only V is copied, transposed.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim) float8_e4m3fn.
+        k, v: (batch, seqlen_k, heads_k, head_dim) float8_e4m3fn.
+        q_descale, k_descale, v_descale: (batch, heads_k) float32, positive, default 1. That of a kv head serves all
+            query heads of its group. Scales are expanded with stride 0, not written out.
+
+    Returns:
+        QuantizedQKV with dtype bfloat16 and the recipe "fp8_tensors" (no rotation, no smoothing, P by code).
+
+    Raises:
+        ValueError: a tensor is not 4-D e4m3, or a descale has another shape or dtype.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4 or x.dtype != torch.float8_e4m3fn:
+            raise ValueError(f"{name} is {x.dim()}-D {x.dtype}; allowed: 4-D float8_e4m3fn")
+    batch, seqlen_q, heads_q, _ = q.shape
+    seqlen_k, heads_k = k.shape[1], k.shape[2]
+
+    def descale(name: str, x: Tensor | None) -> Tensor:
+        if x is None:
+            return torch.ones((), dtype=torch.float32, device=q.device).expand(batch, heads_k)
+        if x.shape != (batch, heads_k) or x.dtype != torch.float32:
+            raise ValueError(f"{name} is {tuple(x.shape)} {x.dtype}; allowed: {(batch, heads_k)} float32")
+        return x
+
+    q_heads = descale("q_descale", q_descale).repeat_interleave(heads_q // heads_k, dim=1)
+    return QuantizedQKV(
+        q=q,
+        k=k,
+        vt=permute_v(v),
+        q_scale=q_heads.unsqueeze(-1).expand(-1, -1, seqlen_q),
+        k_scale=descale("k_descale", k_descale).unsqueeze(-1).expand(-1, -1, -(-seqlen_k // K_GROUP)),
+        v_scale=descale("v_descale", v_descale).unsqueeze(-1).expand(-1, -1, -(-seqlen_k // V_BLOCK)),
+        q_dot_mean=None,
+        seqlen_k=seqlen_k,
+        recipe=_FP8_TENSORS,
+        dtype=torch.bfloat16,
+    )

@@ -1,0 +1,1 @@
+"""Device code of cute_attn in the CuTe DSL, and the plain configs that select it."""

@@ -1,0 +1,136 @@
+"""What a kernel is compiled for, as plain data: no CuTe DSL import, so that planning and tests stay light.
+
+A config holds every choice that changes the generated code. Its `name` is unique among configs of its kind and
+is what `cute_attn.explain`, the benchmark and the compile cache show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use on sm_90 (227 KiB)
+REGISTERS_PER_SM = 65_536
+WARPGROUP = 128  # threads
+
+K_SCALE_GROUP = 64  # keys that share one K scale in storage
+V_SCALE_GROUP = 256  # keys that share one V scale
+V_KEY_PERMUTATION = 16  # V^T holds keys permuted inside groups of this many
+SUM_ROWS = 8  # extra rows of the V^T tile: a row of ones yields the row sum of P; 8 is the WGMMA granule
+
+
+@dataclass(frozen=True)
+class FwdConfig:
+    """One compiled 8-bit forward kernel for sm_90a."""
+
+    head_dim: int  # 64, 128 or 256, of Q, K and V
+    tile_m: int  # query rows of a CTA; 64 for each consumer warpgroup
+    tile_n: int  # keys of one step of the main loop
+    kv_stages: int  # depth of the K and V rings
+    qk_dtype: str  # "e4m3" or "int8": operands of Q K^T
+    p_rounding: str  # "code": P's e4m3 byte computed directly; "ex2": exp2, then a conversion
+    causal: bool
+    out_dtype: str  # "bf16" or "fp16"
+    overlap: bool  # issue Q K^T of the next tile before the softmax of this one, inside a warpgroup
+    pingpong: bool  # warpgroups take turns at the tensor core
+    consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
+    producer_regs: int = 24
+    pv_splits: int = 1  # parts of the value dimension whose product is accumulated one after the other
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        return self.tile_m // 64
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (self.consumer_warpgroups + 1)
+
+    @property
+    def k_groups(self) -> int:
+        """K scale groups in one tile."""
+        return self.tile_n // K_SCALE_GROUP
+
+    @property
+    def name(self) -> str:
+        mask = "causal" if self.causal else "full"
+        how = ("o" if self.overlap else "s") + ("p" if self.pingpong else "")
+        regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
+        split = "" if self.pv_splits == 1 else f"_v{self.pv_splits}"
+        return (
+            f"fwd_sm90_{self.qk_dtype}_d{self.head_dim}_{mask}_{self.p_rounding}_{self.out_dtype}"
+            f"_m{self.tile_m}n{self.tile_n}k{self.kv_stages}_{how}{split}{regs}"
+        )
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory: 1 KiB of barriers and alignment, Q, the K ring, the V^T ring with its sum rows.
+
+        O is staged in the K ring, which is idle by then.
+        """
+        q = self.tile_m * self.head_dim
+        k = self.kv_stages * self.tile_n * self.head_dim
+        v = self.kv_stages * self.tile_n * (self.head_dim + SUM_ROWS)
+        return 1024 + q + k + v
+
+    def check(self) -> None:
+        """Raise ValueError where the configuration cannot be built; the message names the limit."""
+        if self.head_dim not in (64, 128, 256):
+            raise ValueError(f"head_dim must be 64, 128 or 256, got {self.head_dim}")
+        if self.tile_m % 64 or not 1 <= self.consumer_warpgroups <= 3:
+            raise ValueError(f"tile_m must be 64, 128 or 192, got {self.tile_m}")
+        if self.tile_n not in (64, 128, 256):
+            raise ValueError(f"tile_n must be 64, 128 or 256 (it divides a V scale group), got {self.tile_n}")
+        if self.qk_dtype not in ("e4m3", "int8"):
+            raise ValueError(f"qk_dtype must be 'e4m3' or 'int8', got {self.qk_dtype!r}")
+        if self.p_rounding not in ("code", "ex2"):
+            raise ValueError(f"p_rounding must be 'code' or 'ex2', got {self.p_rounding!r}")
+        if self.out_dtype not in ("bf16", "fp16"):
+            raise ValueError(f"out_dtype must be 'bf16' or 'fp16', got {self.out_dtype!r}")
+        if self.pv_splits not in (1, 2):
+            raise ValueError(f"pv_splits must be 1 or 2, got {self.pv_splits}")
+        if self.overlap and self.pv_splits != 1:
+            raise ValueError("overlap and pv_splits=2 exclude each other: two products cannot share S's registers")
+        if self.kv_stages * self.tile_n * self.head_dim < 2 * self.tile_m * self.head_dim:
+            raise ValueError(f"the K ring ({self.kv_stages} x {self.tile_n} rows) is too small to stage O")
+        if self.smem_bytes > SMEM_LIMIT:
+            raise ValueError(f"shared memory {self.smem_bytes} bytes exceeds {SMEM_LIMIT}")
+        regs = WARPGROUP * (self.consumer_regs * self.consumer_warpgroups + self.producer_regs)
+        if regs > REGISTERS_PER_SM:
+            raise ValueError(f"{regs} registers exceed {REGISTERS_PER_SM}")
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """One compiled quantiser: 16-bit (or, for V alone, ready e4m3) tensors to the forward kernel's operands."""
+
+    head_dim: int
+    in_dtype: str  # "bf16", "fp16"; "e4m3" only transposes V
+    qk_dtype: str  # "e4m3" or "int8"
+    q_mode: str  # "token", "block" (128 rows) or "static" (amax given)
+    k_mode: str  # "block64", "block128" or "static"
+    v_mode: str  # "block" (256 keys) or "static"
+    rotate: bool  # random signs and Hadamard transform of Q and K
+    smooth: bool  # subtract a given vector from every key of a head; Q's kernel leaves q . vector
+
+    @property
+    def name(self) -> str:
+        if self.in_dtype == "e4m3":
+            return f"transpose_v_d{self.head_dim}"
+        steps = ("_rot" if self.rotate else "") + ("_smooth" if self.smooth else "")
+        return (
+            f"quantize_{self.in_dtype}_{self.qk_dtype}_d{self.head_dim}"
+            f"_q{self.q_mode}_k{self.k_mode}_v{self.v_mode}{steps}"
+        )
+
+    def check(self) -> None:
+        """Raise ValueError where the configuration cannot be built."""
+        if self.head_dim not in (64, 128, 256):
+            raise ValueError(f"head_dim must be 64, 128 or 256, got {self.head_dim}")
+        for field, value, allowed in (
+            ("in_dtype", self.in_dtype, ("bf16", "fp16", "e4m3")),
+            ("qk_dtype", self.qk_dtype, ("e4m3", "int8")),
+            ("q_mode", self.q_mode, ("token", "block", "static")),
+            ("k_mode", self.k_mode, ("block64", "block128", "static")),
+            ("v_mode", self.v_mode, ("block", "static")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{field} must be one of {allowed}, got {value!r}")

@@ -1,0 +1,52 @@
+"""Settings and fixtures of all tests."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def _no_hopper() -> str | None:
+    """Why GPU tests cannot run here; None where they can."""
+    if not torch.cuda.is_available():
+        return f"no CUDA GPU (torch {torch.__version__})"
+    major, minor = torch.cuda.get_device_capability()
+    if major != 9:
+        name = torch.cuda.get_device_name()
+        return f"{name} has compute capability {major}.{minor}, a 9.x (Hopper) GPU is needed"
+    return None
+
+
+NO_HOPPER = _no_hopper()
+if NO_HOPPER is not None:
+    # The DSL reads this once, on import; without it and without a GPU it takes another target.
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if NO_HOPPER is None:
+        return
+    skip = pytest.mark.skip(reason=NO_HOPPER)
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Every test starts from the same random state, whichever tests ran before it."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of its own as the disk cache of this test and the processes it starts."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(folder))
+    monkeypatch.delenv("CUTE_ATTN_DISABLE_DISK_CACHE", raising=False)
+    return folder
