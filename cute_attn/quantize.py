@@ -280,7 +280,12 @@ def unpermute_v(vt: Tensor, seqlen_k: int) -> Tensor:
     batch, heads, head_dim, padded = vt.shape
     inverse = torch.tensor([PI.index(i) for i in range(16)], device=vt.device)
     groups = vt.view(torch.uint8).reshape(batch, heads, head_dim, padded // 16, 16)[..., inverse]
-    return groups.reshape(batch, heads, head_dim, padded)[..., :seqlen_k].permute(0, 3, 1, 2).contiguous().view(vt.dtype)
+    return (
+        groups.reshape(batch, heads, head_dim, padded)[..., :seqlen_k]
+        .permute(0, 3, 1, 2)
+        .contiguous()
+        .view(vt.dtype)
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -473,9 +478,13 @@ def quantize_reference(
     elif recipe.smooth_k:
         k_mean = mean_key(k)
 
-    signs = rotation_signs(head_dim, recipe.rotation_seed, q.device) if recipe.rotation == "hadamard" else None
+    signs = (
+        rotation_signs(head_dim, recipe.rotation_seed, q.device) if recipe.rotation == "hadamard" else None
+    )
     norm = scale_norm(head_dim, recipe.rotation)
-    q8, q_scale, q_group = _quantize(_transform(q, None, signs), recipe.q_scale, Q_BLOCK, recipe.qk_dtype, norm)
+    q8, q_scale, q_group = _quantize(
+        _transform(q, None, signs), recipe.q_scale, Q_BLOCK, recipe.qk_dtype, norm
+    )
     k8, k_scale, k_group = _quantize(
         _transform(k, k_mean, signs), recipe.k_scale, recipe.k_block, recipe.qk_dtype, norm
     )

@@ -184,9 +184,10 @@ def parse_ptxas(text: str) -> PtxasReport:
     """
     text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
     entries = list(_ENTRY.finditer(text))
+    ends = [entry.start() for entry in entries[1:]] + [len(text)]
     figures: dict[str, tuple[int, ...]] = {}  # by kernel: the DSL may show the same report more than once
-    for entry, following in zip(entries, [*entries[1:], None], strict=True):
-        part = text[entry.end() : following.start() if following else len(text)]
+    for entry, end in zip(entries, ends, strict=False):
+        part = text[entry.end() : end]
         spills, registers = _SPILLS.search(part), _REGISTERS.search(part)
         if spills and registers:
             figures[entry.group(1)] = tuple(map(int, (registers.group(1), *spills.groups())))

@@ -44,14 +44,17 @@ def _cfg(d: int, n: int, qk: str = E4M3, how: str = "s", causal: bool = False, p
     return replace(base, **more)
 
 
+THREE = {"tile_m": 192, "consumer_regs": 160, "producer_regs": 32}  # three consumer warpgroups
 VARIANTS: list[FwdConfig] = []
 for _qk in (E4M3, INT8):
     for _causal in (False, True):
-        VARIANTS += [_cfg(128, 256, _qk, "s", _causal), _cfg(128, 128, _qk, "op", _causal)]
-        VARIANTS += [_cfg(64, 256, _qk, "op", _causal), _cfg(64, 256, _qk, "sp", _causal)]
-        VARIANTS += [_cfg(64, 128, _qk, "op", _causal), _cfg(256, 128, _qk, "s", _causal)]
-        VARIANTS += [_cfg(256, 128, _qk, "sp", _causal)]
-VARIANTS += [_cfg(128, 256, E4M3, "s", p="ex2"), _cfg(64, 256, E4M3, "s"), _cfg(128, 256, E4M3, "sp")]
+        VARIANTS += [_cfg(128, 256, _qk, how, _causal) for how in ("s", "sp")]
+        VARIANTS += [_cfg(128, 128, _qk, "op", _causal), _cfg(128, 128, _qk, "s", _causal, kv_stages=3, **THREE)]
+        VARIANTS += [_cfg(64, 256, _qk, how, _causal) for how in ("s", "sp")]
+        VARIANTS += [_cfg(64, 128, _qk, "op", _causal), _cfg(64, 128, _qk, "s", _causal, kv_stages=4, **THREE)]
+        VARIANTS += [_cfg(64, 128, _qk, "sp", _causal, kv_stages=4, **THREE)]
+        VARIANTS += [_cfg(256, 128, _qk, how, _causal) for how in ("s", "sp")]
+VARIANTS += [_cfg(128, 256, E4M3, "s", p="ex2")]
 PEERS = [f"{name} d{d} {mask}" for name in ("fa3", "cudnn") for d in (64, 128, 256) for mask in ("full", "causal")]
 
 CHECKS = (  # batch, seqlen_q, seqlen_k, heads_q, heads_k

@@ -35,11 +35,11 @@ class RowSpread(Exp2Scaled):
         i, _, _ = cute.arch.thread_idx()
         values = cute.make_rmem_tensor(128, Float32)
         largest = Float32(0.0)
-        for j in cutlass.range_constexpr(128):
+        for j in cutlass.range(128, unroll_full=True):
             values[j] = x[i + self.threads * j]
             largest = cute.arch.fmax(largest, values[j])
         total = Float32(0.0)
-        for j in cutlass.range_constexpr(128):
+        for j in cutlass.range(128, unroll_full=True):
             total = total + (largest - values[j]) * scale
         y[i] = total
 

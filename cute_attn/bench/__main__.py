@@ -405,8 +405,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from cute_attn.bench import peers, record, report
     from cute_attn.quantize import resolve_recipe
 
-    # Tables are about 150 columns wide; a pipe has no width of its own and would get 80.
-    console = Console(width=None if sys.stdout.isatty() else max(160, int(os.environ.get("COLUMNS", 0) or 0)))
+    # Tables are about 170 columns wide; a pipe has no width of its own and would get 80.
+    console = Console(width=None if sys.stdout.isatty() else max(180, int(os.environ.get("COLUMNS", 0) or 0)))
     run = Run(options, console, Console(stderr=True))
     hopper, device = hopper_device()
     reports = {

@@ -39,8 +39,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations as the papers count them: 4 * seqlen_q * seqlen_k * head_dim * heads *
-        batch, half of that for a causal mask."""
+        """Floating-point operations as the papers count them, with half of S for a causal mask."""
         full = 4.0 * self.seqlen_q * self.seqlen_k * self.head_dim * self.heads_q * self.batch
         return full / 2 if self.causal else full
 
@@ -127,8 +126,7 @@ def grid(
 def make_inputs(
     case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """N(0, 1) Q (batch, seqlen_q, heads_q, head_dim) and K, V (batch, seqlen_k, heads_k, head_dim) of
-    `dtype`."""
+    """N(0, 1) Q (batch, seqlen_q, heads_q, head_dim), K and V (batch, seqlen_k, heads_k, head_dim)."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(seqlen: int, heads: int) -> Tensor:
@@ -163,8 +161,7 @@ class OutputError:
 
 
 def sample(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> SampledRows:
-    """Exact attention in float64 for up to 6 heads and about 48 rows: tile edges, both ends and an even
-    spread.
+    """Exact attention in float64 for up to 6 heads and about 48 rows: tile edges, both ends, an even spread.
 
     q is (batch, seqlen_q, heads_q, head_dim); k and v are (batch, seqlen_k, heads_k, head_dim). The mask is
     aligned to the bottom right and the scale is 1/sqrt(head_dim). The cost is that of about 300 rows, small
@@ -220,8 +217,7 @@ def compare(got: Tensor, exact: Tensor, *, finite: bool = True) -> OutputError:
 
 
 def output_error(out: Tensor, reference: SampledRows) -> OutputError:
-    """Error of a whole output, (batch, seqlen_q, heads_q, head_dim) of any float dtype, on the sampled
-    rows."""
+    """Error on the sampled rows of an output (batch, seqlen_q, heads_q, head_dim) of any float dtype."""
     picked = torch.stack([out[b, :, h].float()[reference.rows] for b, h in reference.heads])
     # 8-bit floats have no isfinite of their own.
     finite = all(bool((part.float() if part.itemsize == 1 else part).isfinite().all()) for part in out)

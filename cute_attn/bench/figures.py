@@ -1,7 +1,7 @@
 """Figures of the compiled kernels and the time that they imply, for machines without a Hopper GPU.
 
-Every configuration is compiled for sm_90a and its machine code read; a roofline model then says how long the
-largest shape of the grid would take at least. Nothing here is measured: the times are what is left if every
+Every configuration is compiled for sm_90a and its machine code read; a roofline model then says about how
+long the largest shape of the grid would take. Nothing here is measured: the times are what is left if every
 unit but the slowest is free. Four units are looked at:
 
 tensor
@@ -10,8 +10,8 @@ tensor
 issue
     instructions of a main-loop step at one a clock and scheduler. The code holds a few copies of the step
     (with and without mask, prologue); their number follows from the count of WGMMA instructions, and all
-    instructions of the kernel are shared out over them. Prologue and epilogue are thus counted in, which
-    makes this an estimate from above.
+    instructions of the kernel are shared out over them. Prologue, epilogue and mask code are thus counted
+    as if they ran with every tile, which makes this an estimate from above, unlike the others.
 MUFU
     special functions (exp2, reciprocal) likewise, at 16 a clock and SM.
 HBM
@@ -50,7 +50,7 @@ IMPLIED = "implied, not measured"
 
 @dataclass(frozen=True)
 class Roofline:
-    """Lower bounds in milliseconds by unit; None where the counts do not tell."""
+    """Milliseconds that each unit is busy; None where the counts do not tell."""
 
     tensor_ms: float | None
     issue_ms: float | None
@@ -59,7 +59,7 @@ class Roofline:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Known bounds by unit."""
+        """Known times by unit."""
         named = {"tensor": self.tensor_ms, "issue": self.issue_ms, "MUFU": self.mufu_ms, "HBM": self.hbm_ms}
         return {unit: ms for unit, ms in named.items() if ms is not None}
 
@@ -70,13 +70,12 @@ class Roofline:
 
     @property
     def ms(self) -> float:
-        """Implied milliseconds: the largest bound."""
+        """Implied milliseconds: those of the slowest unit."""
         return self.bounds[self.unit]
 
 
 def tile_steps(config: FwdConfig, case: Case) -> int:
-    """Key tiles that all CTAs visit together: with a causal mask, those holding a key that the block's last
-    row sees."""
+    """Key tiles that all CTAs visit together. Causal: those with a key that the block's last row sees."""
     blocks = -(-case.seqlen_q // config.tile_m)
     steps = 0
     for block in range(blocks):
@@ -89,8 +88,7 @@ def tile_steps(config: FwdConfig, case: Case) -> int:
 
 
 def step_copies(config: FwdConfig, counts: dict[str, int]) -> float:
-    """How often a main-loop step stands in the code, by the WGMMA instructions it needs (k = 32 for each of
-    them)."""
+    """How often a main-loop step stands in the code, by the WGMMA instructions it takes (k = 32 each)."""
     per_step = config.head_dim // 32 + config.pv_splits * (config.tile_n // 32)
     return (counts.get("QGMMA", 0) + counts.get("IGMMA", 0)) / per_step
 
@@ -278,7 +276,8 @@ def figure_grids(rows: Sequence[dict[str, Any]]) -> list[Grid]:
             grid.notes.append(
                 f"Roofline of H200 SXM: {TENSOR_FLOPS / 1e12:.0f} TFLOP/s dense 8-bit, {SM_COUNT} SMs at "
                 f"{CLOCK_HZ / 1e9:.2f} GHz, {HBM_BYTES / 1e12} TB/s. The slowest unit bounds; times are "
-                f"{IMPLIED}: waits, wave tails and clock throttling come on top."
+                f"{IMPLIED}: waits, wave tails and clock throttling come on top, while issue counts "
+                "prologue, epilogue and mask code with every tile and is an estimate from above."
             )
         grids.append(grid)
     return grids

@@ -36,7 +36,7 @@ def measure(
     head_dim). The error is against float64 attention on the dequantised tensors. A backend that fails gives a
     row with the reason.
     """
-    import cute_attn
+    from cute_attn import api
 
     rows = []
     for recipe in recipes:
@@ -45,7 +45,7 @@ def measure(
                 case = cases.Case(1, SEQLEN_Q, length, HEADS, HEADS, head_dim, False)
                 q, k, v = cases.make_inputs(case, torch.bfloat16, device)
                 for mean in v_means:
-                    qkv = cute_attn.quantize(q, k, v + mean, recipe, backend=backends[0])
+                    qkv = api.quantize(q, k, v + mean, recipe, backend=backends[0])
                     reference = cases.sample(*qkv.dequantize(), causal=False)
                     for backend in backends:
                         row = record.make_row(
@@ -58,8 +58,8 @@ def measure(
                             **case.fields,
                         )
                         try:
-                            row["kernel"] = cute_attn.explain(qkv, backend=backend).kernel
-                            out = cute_attn.fp8_attention_quantized(qkv, backend=backend)
+                            row["kernel"] = api.explain(qkv, backend=backend).kernel
+                            out = api.fp8_attention_quantized(qkv, backend=backend)
                             error = cases.output_error(out, reference)
                             if error.finite:
                                 row.update(rmse=error.rmse, rel_rmse=error.rel_rmse)

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cute_attn.bench import cases
 from cute_attn.bench.record import package_version
+
+if TYPE_CHECKING:
+    from cute_attn.plan import Plan
 
 OURS = "cute_attn"
 PHASES = ("forward", "quantize", "whole_call")
@@ -41,8 +44,7 @@ MATH_SCORE_LIMIT = 4 << 30  # bytes
 
 
 class NotRun(Exception):
-    """A contender that cannot take part; `status` is "unavailable" (not installed) or "skipped" (by
-    choice)."""
+    """A contender that takes no part; `status` is "unavailable" (not installed) or "skipped" (by choice)."""
 
     def __init__(self, status: str, reason: str):
         super().__init__(reason)
@@ -108,7 +110,7 @@ def contenders(
         providers: names from `PROVIDERS`; None takes a default for each phase.
 
     Raises:
-        ValueError: an unknown provider, or nobody is left.
+        ValueError: an unknown provider, or one that has no part in any of the phases at this precision.
     """
     unknown = [name for name in providers or () if name not in PROVIDERS]
     if unknown:
@@ -131,9 +133,12 @@ def contenders(
                     continue  # FA3's FP8 kernel takes 8-bit tensors; the library has no quantiser of its own
                 for recipe in recipes if name == OURS else (None,):
                     found.append(Contender(name, precision, phase, recipe))
-    if not found:
-        names = "the default providers" if providers is None else ", ".join(providers)
-        raise ValueError(f"nothing to time: {names} cannot run dtype {dtype} in phase {', '.join(phases)}")
+    # This library is let off at 16 bits, where the command says so in words of its own.
+    running = {contender.provider for contender in found} | ({OURS} if dtype != "fp8" and found else set())
+    idle = [name for name in providers or () if name not in running]
+    if idle or not found:
+        names = ", ".join(idle) or "a default provider"
+        raise ValueError(f"nothing to time for {names} with dtype {dtype} in phase {', '.join(phases)}")
     return found
 
 
@@ -165,37 +170,42 @@ def prepare(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Ten
 
 
 def _prepare_ours(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
-    import cute_attn
+    from cute_attn import api
 
     recipe = contender.recipe or "default"
     # "sm90" and not "auto": the emulator must never be timed as if it were the kernel.
     options: dict[str, Any] = {"backend": "sm90"}
     if contender.phase == "quantize":
-        plan = cute_attn.explain(q, k, v, recipe=recipe, causal=case.causal, **options)
-        ready = cute_attn.quantize(q, k, v, recipe, **options)
+        plan = api.explain(q, k, v, recipe=recipe, causal=case.causal, **options)
+        ready = api.quantize(q, k, v, recipe, **options)
         read = 2 * (q.numel() + k.numel() + v.numel())
         return Prepared(
-            lambda: cute_attn.quantize(q, k, v, recipe, **options),
-            plan.quantize_config.name,
+            lambda: api.quantize(q, k, v, recipe, **options),
+            _quantiser_name(plan),
             plan.backend,
             _quantized_error,
             read + _stored_bytes(ready),
         )
     if contender.phase == "forward":
-        qkv = cute_attn.quantize(q, k, v, recipe, **options)
-        plan = cute_attn.explain(qkv, causal=case.causal, out_dtype=q.dtype, **options)
+        qkv = api.quantize(q, k, v, recipe, **options)
+        plan = api.explain(qkv, causal=case.causal, out_dtype=q.dtype, **options)
         kernel = plan.kernel
 
-        def launch() -> Tensor:
-            return cute_attn.fp8_attention_quantized(qkv, causal=case.causal, out_dtype=q.dtype, **options)
+        def launch() -> Any:
+            return api.fp8_attention_quantized(qkv, causal=case.causal, out_dtype=q.dtype, **options)
     else:
-        plan = cute_attn.explain(q, k, v, recipe=recipe, causal=case.causal, **options)
-        kernel = f"{plan.quantize_config.name} + {plan.kernel}"
+        plan = api.explain(q, k, v, recipe=recipe, causal=case.causal, **options)
+        kernel = f"{_quantiser_name(plan)} + {plan.kernel}"
 
-        def launch() -> Tensor:
-            return cute_attn.fp8_attention(q, k, v, recipe=recipe, causal=case.causal, **options)
+        def launch() -> Any:
+            return api.fp8_attention(q, k, v, recipe=recipe, causal=case.causal, **options)
 
     return Prepared(launch, kernel, plan.backend, cases.output_error)
+
+
+def _quantiser_name(plan: Plan) -> str:
+    assert plan.quantize_config is not None, "a plan from 16-bit tensors quantises"
+    return plan.quantize_config.name
 
 
 def _stored_bytes(qkv: Any) -> int:
@@ -205,16 +215,14 @@ def _stored_bytes(qkv: Any) -> int:
 
 
 def _quantized_error(qkv: Any, reference: cases.SampledRows) -> cases.OutputError:
-    """Error of exact attention on the quantised tensors: rotating Q and K and smoothing K do not change
-    it."""
+    """Error of exact attention on the quantised tensors: rotation and smoothing do not change it."""
     q, k, v = qkv.dequantize()
     values = cases.exact_rows(q, k, v, reference.heads, reference.rows, causal=reference.causal)
     return cases.compare(values, reference.values)
 
 
 def _prepare_copy(case: cases.Case, like: Tensor) -> Prepared:
-    """A plain copy that moves as many bytes as quantising does at least: 2 read and 1 written for each
-    element."""
+    """A copy of as many bytes as quantising moves at least: 2 read and 1 written for each element."""
     elements_q, elements_kv = case.elements
     moved = 3 * (elements_q + 2 * elements_kv)
     source = torch.empty(moved // 2, dtype=torch.uint8, device=like.device)
@@ -243,8 +251,7 @@ def _need(module: str) -> Any:
 
 @cache
 def _version(*distributions: str, module: str | None = None) -> str:
-    """Version of an installed distribution, looked up by the module it provides where its name is not
-    fixed."""
+    """Version of an installed distribution, found by the module it provides where its name varies."""
     found = package_version(*distributions)
     if found is None and module is not None:
         for name in importlib.metadata.packages_distributions().get(module, ()):

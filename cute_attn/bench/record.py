@@ -1,5 +1,4 @@
-"""Records: measurements as JSON files `{"meta": {...}, "rows": [...]}`, tied to the exact sources that were
-measured.
+"""Records: measurements as JSON, `{"meta": {...}, "rows": [...]}`, tied to the sources that were measured.
 
 A record names two git tree ids, of `kernels/` and of `cute_attn/`. They are computed from the files on disk,
 so that they also hold for uncommitted changes and for a copy of the tree without history; where the tree is
@@ -82,8 +81,7 @@ class Record:
 
 
 def make_row(**fields: Any) -> dict[str, Any]:
-    """A row with every field of the record form, None where `fields` gives nothing; `status` defaults to
-    "ok"."""
+    """A row with every field of the record form: what `fields` gives, else None, and status "ok"."""
     row: dict[str, Any] = dict.fromkeys(ROW_FIELDS)
     row["status"] = "ok"
     row.update(fields)

@@ -295,8 +295,7 @@ def _where(rows: Sequence[Row]) -> str:
 
 
 def error_grid(rows: Sequence[Row]) -> Grid | None:
-    """Error of the kernel alone by number of keys, of rows that `lengths.measure` made; None where there are
-    none."""
+    """Error of the kernel alone by number of keys, from the rows of `lengths.measure`; None without any."""
     found = [row for row in rows if row["phase"] == "accuracy_kernel" and row.get("v_mean") is not None]
     if not found:
         return None

@@ -50,8 +50,7 @@ class Timing:
 
 
 def time_batch_cuda(launch: Callable[[], Any], count: int) -> float:
-    """Milliseconds between two events around `count` launches on the current stream, after one untimed
-    launch."""
+    """Milliseconds of `count` launches between two events on the current stream, after an untimed launch."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     launch()
     start.record()

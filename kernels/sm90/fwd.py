@@ -229,18 +229,16 @@ class FwdSm90:
             first_hidden = cute.make_rmem_tensor(2, Int32)
             for r in cutlass.range_constexpr(2):
                 row = row0 + 8 * r
-                q_scale[r] = g_q_scale[cutlass.min(row, seqlen_q - 1)] * softmax_scale_log2
+                scale = g_q_scale[cutlass.min(row, seqlen_q - 1)] * softmax_scale_log2
+                q_scale[r] = scale * Float32(policy.score_unit)
                 first_hidden[r] = first_hidden_key(row, seqlen_q, seqlen_k, cfg.causal)
-            row_max = cute.make_rmem_tensor(2, Float32)
-            row_max.fill(-Float32.inf)
-            rescale = cute.make_rmem_tensor(2, Float32)
-            rescale.fill(0.0)
+            state = policy.new_state()
             out = policy.new_output(tid)
             v_scale = self.mainloop.consume(
                 warpgroup,
                 frags,
                 (q_scale, m_k_scale[None, head_k, batch], m_v_scale[None, head_k, batch]),
-                (row_max, rescale, first_hidden),
+                (state, first_hidden),
                 out,
                 pipe_q,
                 pipe_k,
@@ -249,7 +247,7 @@ class FwdSm90:
                 masked_blocks,
             )
             self.epilogue(
-                out, row_max, v_scale, softmax_scale, row0, warpgroup, warp_idx, tid,
+                out, state[0], v_scale, softmax_scale, row0, warpgroup, warp_idx, tid,
                 s_o, atom_o, m_o[None, None, head, batch], m_block,
                 m_lse[None, head, batch], m_lse_add[None, head, batch],
             )  # fmt: skip
@@ -283,7 +281,7 @@ class FwdSm90:
 
     @cute.jit
     def epilogue(
-        self, out, row_max: cute.Tensor, v_scale: Float32, softmax_scale: Float32, row0: Int32, warpgroup: Int32,
+        self, out, reference: cute.Tensor, v_scale: Float32, softmax_scale: Float32, row0: Int32, warpgroup: Int32,
         warp_idx: Int32, tid: Int32, s_o: cute.Tensor, atom_o: cute.CopyAtom, g_o: cute.Tensor, m_block: Int32,
         g_lse: cute.Tensor, g_lse_add: cute.Tensor,
     ):  # fmt: skip
@@ -293,7 +291,7 @@ class FwdSm90:
         """
         cfg, policy = self.cfg, self.policy
         lse = cute.make_rmem_tensor(2, Float32)
-        policy.finish(out, row_max, lse, v_scale)
+        policy.finish(out, reference, lse, v_scale)
         if cute.arch.lane_idx() % 4 == 0:  # the four lanes of a row hold the same value
             for r in cutlass.range_constexpr(2):
                 row = row0 + 8 * r

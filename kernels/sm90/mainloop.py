@@ -140,7 +140,7 @@ class Mainloop:
         policy = self.policy
         q_frag, k_frag, v_frags = frags
         q_scale, k_scales, v_scales = scales
-        row_max, rescale, first_hidden = softmax_state
+        state, first_hidden = softmax_state
         k_scale, v_scale = self.tile_scales(n, k_scales, v_scales)  # the loads land under Q K^T
         pipe_k.consumer_wait(state_k)  # TMA has filled K of this tile
         self.take_turn(warpgroup)
@@ -150,14 +150,15 @@ class Mainloop:
         pipe_k.consumer_release(state_k)
         state_k.advance()
         self.masked(masking, acc, n, first_hidden)
-        policy.softmax(acc, row_max, rescale, q_scale, k_scale)
-        policy.pack(acc, p)
-        ratio = v_prev / v_scale
+        pairs = policy.new_pairs()
+        policy.softmax(acc, pairs, state, q_scale, k_scale)
+        policy.pack(acc, pairs, p)
+        ratio = v_prev * cute.arch.rcp_approx(v_scale)
         pipe_v.consumer_wait(state_v)  # TMA has filled V of this tile
         for part in cutlass.range_constexpr(self.cfg.pv_splits):
             tile = policy.product(part, p, v_frags[part], state_v.index)
             wg.wait_group(0)
-            policy.fold(part, out[part], tile, rescale, ratio)
+            policy.fold(part, out[part], tile, state[1], ratio)
         pipe_v.consumer_release(state_v)
         state_v.advance()
         return v_scale, state_k, state_v
@@ -170,7 +171,7 @@ class Mainloop:
         policy = self.policy
         q_frag, k_frag, _ = frags
         q_scale, k_scales, v_scales = scales
-        row_max, rescale, first_hidden = softmax_state
+        state, first_hidden = softmax_state
         k_scale, v_scale = self.tile_scales(n, k_scales, v_scales)
         pipe_k.consumer_wait(state_k)
         self.take_turn(warpgroup)
@@ -180,8 +181,9 @@ class Mainloop:
         pipe_k.consumer_release(state_k)
         state_k.advance()
         self.masked(True, acc, n, first_hidden)  # one tile: not worth a second copy without mask
-        policy.softmax(acc, row_max, rescale, q_scale, k_scale)
-        policy.pack(acc, p)
+        pairs = policy.new_pairs()
+        policy.softmax(acc, pairs, state, q_scale, k_scale)
+        policy.pack(acc, pairs, p)
         return v_scale, state_k
 
     @cute.jit
@@ -210,7 +212,7 @@ class Mainloop:
         policy = self.policy
         q_frag, k_frag, v_frags = frags
         q_scale, k_scales, v_scales = scales
-        row_max, rescale, first_hidden = softmax_state
+        state, first_hidden = softmax_state
         k_scale, v_scale = self.tile_scales(n, k_scales, v_scales)
         pipe_k.consumer_wait(state_k)
         self.take_turn(warpgroup)
@@ -224,14 +226,15 @@ class Mainloop:
         self.masked(masking, acc, n, first_hidden)
         previous = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
-            previous[r] = rescale[r]
-        policy.softmax(acc, row_max, rescale, q_scale, k_scale)
+            previous[r] = state[1][r]
+        pairs = policy.new_pairs()
+        policy.softmax(acc, pairs, state, q_scale, k_scale)
         wg.wait_group(0)
         pipe_v.consumer_release(state_v)
         state_v.advance()
         policy.fold(0, out[0], tile, previous, v_ratio)
-        policy.pack(acc, p)
-        return v_prev / v_scale, v_scale, state_k, state_v
+        policy.pack(acc, pairs, p)
+        return v_prev * cute.arch.rcp_approx(v_scale), v_scale, state_k, state_v
 
     @cute.jit
     def consume(
@@ -250,7 +253,7 @@ class Mainloop:
         """All key tiles of the work tile, from the highest keys down. Returns the V scale O is in units of.
 
         frags (Q, K, V parts), scales (q_scale (2,), k_scale (groups,), v_scale (groups,)), softmax_state
-        (row_max (2,), rescale (2,), first_hidden (2,)), out: FP32 accumulators, updated in place.
+        (the policy's state, first_hidden (2,)), out: FP32 accumulators, updated in place.
         """
         cfg, policy = self.cfg, self.policy
         state_k = pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.kv_stages)
@@ -276,7 +279,7 @@ class Mainloop:
                     False, blocks - 1 - j, warpgroup, frags, scales, softmax_state, out, p, ratio, v_prev,
                     pipe_k, pipe_v, state_k, state_v,
                 )  # fmt: skip
-            _, rescale, _ = softmax_state
+            rescale = softmax_state[0][1]
             pipe_v.consumer_wait(state_v)
             tile = policy.product(0, p, frags[2][0], state_v.index)
             wg.wait_group(0)

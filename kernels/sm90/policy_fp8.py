@@ -2,15 +2,25 @@
 
 Numerics (docs/numerics.md has the derivation). For query row i, key j of K scale group g and V scale group u:
 
-    x_ij = S_ij * s_ig - m_i          s_ig = q_scale_i * k_scale_g * softmax_scale * log2(e)
-    P_ij = e4m3(2^(x_ij + 8))         2^8 lifts P out of e4m3's subnormals; the largest is 2^8.5 <= 448
+    y_ij = S_ij * s_ig - m_i          s_ig = q_scale_i * k_scale_g * softmax_scale * log2(e)
+    P_ij = e4m3(2^(y_ij + lift))      a power of two that cancels with the row sum and keeps P out of the subnormals
     T    = P V8 of one key tile       in the tensor core, whose accumulator keeps about 14 bits
     O    = O * 2^(m_old - m) * v_old / v_u + T      in FP32: two-level accumulation, V's scale for free
     l    = l * 2^(m_old - m) + rowsum(P)            the row sum is column head_dim of T, by a row of ones in V^T
 
-The reference m is the running row maximum rounded to an integer. Any m is exact in mathematics; an integral one
-makes every rescale a power of two and every shift of P's code a multiple of eight, so that the order of key tiles
-does not change what is rounded.
+The reference m_i is an integer near the row maximum. Any m is exact in mathematics; an integral one makes every
+rescale a power of two and every shift of P's code a multiple of eight, so the order of tiles rounds nothing anew.
+
+P by code (`softmax_code`). An e4m3 byte, read as a number, is 8 * (log2(value) + 7) with a bent fraction (mantissa
+steps are linear in the value, not in its log). So round(8 * (y + lift) + 55.65625), clamped at 0, is the code of P:
+no exp2, no division. One FMA computes that number times 2^-24; cvt.rn.relu.f16x2 then rounds it, for the bits of a
+subnormal half are the integer (and the bits go on counting to 2047), and relu is the clamp. m need not be the
+maximum of this tile, only such that no code passes 126 (448, e4m3's largest): the codes are computed with the
+reference of the tiles before, and one maximum over packed pairs tells whether a row has outgrown it. That is rare;
+then, and for a row's first keys, a slow path moves the reference. The maximum over every element, its shuffles, and
+the wait for them disappear from the common path (FlashAttention-4 skips only the rescale).
+
+P by exp2 (`softmax_ex2`), as in the papers: row maximum of every tile, exp2, conversion.
 
 Accumulator layout (WGMMA, one warpgroup, 64 rows): register i of a lane l in warp w holds row
 16w + l/4 + 8*((i/2)%2), column 8*(i/4) + 2*(l%4) + i%2. `rows` views it as (2, columns of the lane). The A operand
@@ -37,28 +47,48 @@ F8 = cutlass.Float8E4M3FN
 INT8_OFFSET = 12582912.0
 INT8_OFFSET_BITS = 0x4B400000
 
-# P's e4m3 code without exp2. An e4m3 byte, read as a number, is 8 * (log2(value) + 7) with the fraction bent:
-# mantissa steps are linear in value, not in its log. round(8 * log2(P * 2^8) + 56 - 0.34375) is the code whose
-# value is nearest on average; 8 * 8 + 56 - 0.34375 = 119.65625 is a multiple of 2^-5, exact in sums with m.
-CODE_BIAS = 119.65625
-EX2_BIAS = 8.0
-CODE_LSE_BIAS = 0.0
 ROUND_LIMIT = 4194304.0  # 2^22: beyond it adding and subtracting 1.5 * 2^23 no longer rounds to an integer
+
+# The largest P is about 2^lift. e4m3 ends at 2^8.8: by code the reference may lag the row maximum by 2.8 octaves.
+EX2_LIFT = 8.0
+CODE_LIFT = 6.0
+CODE_UNIT = 2.0**-24  # one code, in the scaled numbers that `softmax_code` computes: a subnormal half's last bit
+# 55.65625 = 56 - 0.34375 centres the rounding of the bent fraction; as a multiple of 2^-5 it is exact beside 8 m
+CODE_BIAS = 8.0 * CODE_LIFT + 55.65625
+CODE_MAX = 126.5  # what rounds to 126 = 448; 127 is e4m3's NaN
+CODE_LSE_BIAS = 0.0
+GUARD_SET = 0x7F817F81  # added to a pair of codes, carries into a half's top bit iff its code is above 126
+GUARD_UNSET = -0x7FFF8000  # 0x80008000: always
+GUARD_BITS = -0x7FFF8000
 
 
 @cute.jit
-def pack_codes(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
-    """Four values 8 * log2(P) + bias -> four e4m3 codes in one register.
-
-    cvt.relu clamps what is too small (and -inf) to code 0 and keeps NaN; adding 1024 in f16 rounds to an integer
-    that then is the low byte (NaN: 0xff, the e4m3 NaN). Per four values 2 F2FP, 2 HADD2, 1 PRMT; no ex2.
-    """
+def code_pair(a: Float32, b: Float32) -> Uint32:
+    """Two scaled codes (times 2^-24) -> two integers in the halves of a register; negative -> 0, NaN -> 0x7fff."""
     return cute.arch.inline_ptx(
-        "{ .reg .b32 u, v, k; mov.b32 k, 0x64006400;"
-        " cvt.rn.relu.f16x2.f32 u, {$r1}, {$r0}; cvt.rn.relu.f16x2.f32 v, {$r3}, {$r2};"
-        " add.rn.f16x2 u, u, k; add.rn.f16x2 v, v, k; prmt.b32 {$w0}, u, v, 0x6420; }",
-        write_only_types=[Uint32],
-        read_only_args=[a, b, c, d],
+        "cvt.rn.relu.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[a, b]
+    )
+
+
+@cute.jit
+def fmin_nan(a: Float32, b: Float32) -> Float32:
+    return cute.arch.inline_ptx(
+        "min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+@cute.jit
+def max_pair(a: Uint32, b: Uint32) -> Uint32:
+    return cute.arch.inline_ptx(
+        "max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]
+    )
+
+
+@cute.jit
+def code_word(low: Uint32, high: Uint32) -> Uint32:
+    """Two pairs of codes -> four bytes."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, 0x6420;", write_only_types=[Uint32], read_only_args=[low, high]
     )
 
 
@@ -77,6 +107,9 @@ class Fp8Policy:
         self.int8 = cfg.qk_dtype == "int8"
         self.code = cfg.p_rounding == "code"
         self.lse_bias = CODE_LSE_BIAS if self.code else 0.0
+        self.lift = CODE_LIFT if self.code else EX2_LIFT
+        # what the softmax wants folded into q_scale besides softmax_scale * log2(e)
+        self.score_unit = 8.0 * CODE_UNIT if self.code else 1.0
         # rows of V^T that each partial product takes; the last one has the rows of ones and zeros
         part = cfg.head_dim // cfg.pv_splits
         self.pv_rows = [part] * (cfg.pv_splits - 1) + [part + SUM_ROWS]
@@ -135,6 +168,22 @@ class Fp8Policy:
         shape = self.pv_mma(self.pv_rows[0]).partition_shape_A((self.cfg.tile_m, self.cfg.tile_n))
         return cute.make_rmem_tensor(shape, F8)
 
+    def new_pairs(self) -> cute.Tensor:
+        """Codes of one tile, two in a register (not used by exp2)."""
+        return cute.make_rmem_tensor(self.cfg.tile_n // 4, Uint32)
+
+    def new_state(self):
+        """Per-row state of the softmax: reference, rescale, shift (2,) each, and the guard (1,)."""
+        reference = cute.make_rmem_tensor(2, Float32)
+        rescale = cute.make_rmem_tensor(2, Float32)
+        shift = cute.make_rmem_tensor(2, Float32)
+        guard = cute.make_rmem_tensor(1, Int32)
+        reference.fill(-Float32.inf)
+        rescale.fill(1.0)
+        shift.fill(CODE_BIAS * CODE_UNIT)
+        guard.fill(GUARD_UNSET)
+        return reference, rescale, shift, guard
+
     # -- products ---------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -170,73 +219,154 @@ class Fp8Policy:
     # -- softmax ----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def softmax(
-        self, acc: cute.Tensor, row_max: cute.Tensor, rescale: cute.Tensor, q_scale: cute.Tensor, k_scale: cute.Tensor
-    ):
-        """Scores -> what `pack` turns into P, in place; updates the row reference and its rescale factor.
+    def softmax_ex2(self, acc: cute.Tensor, state, q_scale: cute.Tensor, k_scale: cute.Tensor):
+        """Scores -> P in place (float32, not yet rounded); updates reference and rescale factor of each row.
 
         acc      scores of the tile, masked ones -inf (int8: every one carries INT8_OFFSET)
-        row_max  (2,) integral reference of each row, -inf before any visible key
-        rescale  (2,) out: 2^(old reference - new one), 0 before any visible key
+        state    (reference (2,): integral, -inf before any visible key; rescale (2,), out: 2^(old - new reference))
         q_scale  (2,) q_scale * softmax_scale * log2(e);  k_scale (tile_n / 64,)
         """
+        reference, rescale, _, _ = state
         s = rows(acc)
         per_group = K_SCALE_GROUP // 4  # columns of a K scale group in one thread
         groups = self.cfg.k_groups
-        scale = cute.make_rmem_tensor((2, groups), Float32)
         for r in cutlass.range_constexpr(2):
             tile_max = -Float32.inf
             for g in cutlass.range_constexpr(groups):
-                factor = q_scale[r] * k_scale[g]
-                if const_expr(self.int8):
-                    # two spare mantissa bits make INT8_OFFSET * factor exact, the same constant in every use
-                    factor = (factor.bitcast(Int32) & Int32(-4)).bitcast(Float32)
-                scale[r, g] = factor
                 top = s[r, g * per_group]
                 for i in cutlass.range_constexpr(1, per_group):
                     top = cute.arch.fmax(top, s[r, g * per_group + i])
                 if const_expr(self.int8):
                     top = top - Float32(INT8_OFFSET)
-                tile_max = cute.arch.fmax(tile_max, top * factor)
-            for step in cutlass.range_constexpr(2):  # the four lanes of a row
-                tile_max = cute.arch.fmax(tile_max, cute.arch.shuffle_sync_bfly(tile_max, offset=1 << step))
-            rounded = (tile_max + Float32(INT8_OFFSET)) - Float32(INT8_OFFSET)
-            small = cute.arch.fmax(tile_max, -tile_max) < Float32(ROUND_LIMIT)
-            tile_max = rounded if small else tile_max
-            new_max = cute.arch.fmax(row_max[r], tile_max)
-            reference = Float32(0.0) if new_max == -Float32.inf else new_max
-            rescale[r] = cute.math.exp2(row_max[r] - reference, fastmath=True)
-            row_max[r] = new_max
+                tile_max = cute.arch.fmax(tile_max, top * (q_scale[r] * k_scale[g]))
+            tile_max = self.integral(self.row_max(tile_max))
+            new = cute.arch.fmax(reference[r], tile_max)
+            finite = Float32(0.0) if new == -Float32.inf else new
+            rescale[r] = cute.math.exp2(reference[r] - finite, fastmath=True)
+            reference[r] = new
             for g in cutlass.range_constexpr(groups):
-                if const_expr(self.code):
-                    factor = scale[r, g] * Float32(8.0)
-                    shift = Float32(CODE_BIAS) - reference * Float32(8.0)
-                else:
-                    factor = scale[r, g]
-                    shift = Float32(EX2_BIAS) - reference
+                factor = q_scale[r] * k_scale[g]
+                shift = Float32(EX2_LIFT) - finite
                 if const_expr(self.int8):
                     shift = shift - factor * Float32(INT8_OFFSET)
                 for i in cutlass.range_constexpr(per_group):
                     x = s[r, g * per_group + i] * factor + shift
-                    if const_expr(not self.code):
-                        x = cute.math.exp2(x, fastmath=True)
-                    s[r, g * per_group + i] = x
+                    s[r, g * per_group + i] = cute.math.exp2(x, fastmath=True)
 
     @cute.jit
-    def pack(self, acc: cute.Tensor, p: cute.Tensor):
-        """Write P's e4m3 bytes; call it only when no WGMMA that reads `p` is in flight (else C7513 serialises)."""
-        layout = cute.make_layout(
-            (((2, 2), 2, 2), 1, p.shape[2]), stride=(((1, 4), 2, 8), 0, 16)
-        )  # the accumulator's values in the order of the A operand's bytes
-        values = cute.make_tensor(acc.iterator, layout)
+    def row_max(self, value: Float32, nan: cutlass.Constexpr = False) -> Float32:
+        """Maximum over the four lanes that hold a row."""
+        for step in cutlass.range_constexpr(2):
+            value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1 << step), nan=nan)
+        return value
+
+    @cute.jit
+    def integral(self, x: Float32) -> Float32:
+        """x rounded to an integer; as it is beyond 2^22, and for NaN and infinities."""
+        rounded = (x + Float32(INT8_OFFSET)) - Float32(INT8_OFFSET)
+        return rounded if cute.arch.fmax(x, -x) < Float32(ROUND_LIMIT) else x
+
+    @cute.jit
+    def softmax_code(self, acc: cute.Tensor, pairs: cute.Tensor, state, q_scale: cute.Tensor, k_scale: cute.Tensor):
+        """Scores -> codes of P, two in a register; moves a row's reference only where it must.
+
+        acc      scores of the tile, masked ones -inf (int8: every one carries INT8_OFFSET); overwritten
+        pairs    (tile_n / 4,) out: codes in the order of the accumulator, the row of pair i is i % 2
+        state    (reference (2,): integral, -inf before any visible key; rescale (2,), out: 2^(old - new reference);
+                 shift (2,): (CODE_BIAS - 8 reference) * 2^-24; guard (1,))
+        q_scale  (2,) q_scale * softmax_scale * log2(e) * 8 * 2^-24;  k_scale (tile_n / 64,)
+        """
+        _, rescale, shift, guard = state
+        s = rows(acc)
+        per_group = K_SCALE_GROUP // 4  # columns of a K scale group in one thread
+        for r in cutlass.range_constexpr(2):
+            rescale[r] = Float32(1.0)
+        for g in cutlass.range_constexpr(self.cfg.k_groups):
+            for r in cutlass.range_constexpr(2):
+                factor = q_scale[r] * k_scale[g]
+                offset = shift[r]
+                if const_expr(self.int8):
+                    offset = offset - factor * Float32(INT8_OFFSET)
+                for i in cutlass.range_constexpr(per_group):
+                    s[r, g * per_group + i] = s[r, g * per_group + i] * factor + offset
+            top = self.pack_group(g, s, pairs)
+            over = ((top + Uint32(guard[0])) & Uint32(GUARD_BITS & 0xFFFFFFFF)) != Uint32(0)
+            if cute.arch.vote_any_sync(over):
+                self.move_reference(g, s, pairs, state)
+
+    @cute.jit
+    def pack_group(self, g: cutlass.Constexpr, s: cute.Tensor, pairs: cute.Tensor) -> Uint32:
+        """Codes of K scale group g; returns the pairwise maximum over both rows."""
+        per_group = K_SCALE_GROUP // 4
+        top = None
+        for i in cutlass.range_constexpr(per_group // 2):
+            for r in cutlass.range_constexpr(2):
+                column = g * per_group + 2 * i
+                pair = code_pair(s[r, column], s[r, column + 1])
+                pairs[column + r] = pair
+                top = pair if const_expr(top is None) else max_pair(top, pair)
+        return top
+
+    @cute.jit
+    def move_reference(self, g: cutlass.Constexpr, s: cute.Tensor, pairs: cute.Tensor, state):
+        """Slow path of `softmax_code` at K scale group g, for a whole warp: new references where a row needs one.
+
+        A row needs one if it has none and now sees a key, or if a code passes 126. Its codes of this group are
+        computed again; those of the groups before it in the tile fall by the same whole octaves, exactly.
+        """
+        reference, rescale, shift, guard = state
+        per_group = K_SCALE_GROUP // 4
+        guard[0] = Int32(GUARD_SET)
+        for r in cutlass.range_constexpr(2):
+            top = s[r, g * per_group]
+            for i in cutlass.range_constexpr(1, per_group):
+                top = cute.arch.fmax(top, s[r, g * per_group + i], nan=True)
+            top = self.row_max(top, nan=True) * Float32(1.0 / CODE_UNIT)  # in codes; NaN: the row ends as NaN
+            unset = reference[r] == -Float32.inf
+            seen = top != -Float32.inf
+            octaves = self.integral((top - Float32(CODE_BIAS)) * Float32(0.125))
+            if unset:
+                octaves = octaves if seen else Float32(0.0)
+                reference[r] = octaves if seen else -Float32.inf
+            else:
+                octaves = Float32(0.0) if top <= Float32(CODE_MAX) else octaves
+                reference[r] = reference[r] + octaves
+                rescale[r] = rescale[r] * cute.math.exp2(-octaves, fastmath=True)
+            if unset and not seen:
+                guard[0] = Int32(GUARD_UNSET)
+            fall = octaves * Float32(8.0 * CODE_UNIT)
+            shift[r] = shift[r] - fall
+            for i in cutlass.range_constexpr(per_group):
+                # the bound matters only beyond 2^22 octaves, where `fall` is not a whole number of codes
+                s[r, g * per_group + i] = fmin_nan(s[r, g * per_group + i] - fall, Float32(126.0 * CODE_UNIT))
+            # codes of the groups before: an unset row has seen no key in them, so they are zero
+            drop = Uint32(cutlass.min(cute.arch.fmax(octaves, Float32(0.0)) * Float32(8.0), Float32(32767.0)))
+            drop = drop | (drop << 16)
+            for i in cutlass.range_constexpr(g * per_group // 2):
+                pairs[2 * i + r] = max_pair(pairs[2 * i + r], drop) - drop
+        self.pack_group(g, s, pairs)
+
+    @cute.jit
+    def softmax(self, acc: cute.Tensor, pairs: cute.Tensor, state, q_scale: cute.Tensor, k_scale: cute.Tensor):
+        """The configured softmax of one tile; `pack` then makes the A operand of P V from its result."""
         if const_expr(self.code):
-            flat = cute.make_rmem_tensor(cute.size(values), Float32)
-            flat.store(values.load())
+            self.softmax_code(acc, pairs, state, q_scale, k_scale)
+        else:
+            self.softmax_ex2(acc, state, q_scale, k_scale)
+
+    @cute.jit
+    def pack(self, acc: cute.Tensor, pairs: cute.Tensor, p: cute.Tensor):
+        """Write P's e4m3 bytes; call it only when no WGMMA that reads `p` is in flight (else C7513 serialises)."""
+        if const_expr(self.code):
             words = cute.recast_tensor(p, Uint32)
             for w in cutlass.range_constexpr(cute.size(words)):
-                words[w] = pack_codes(flat[4 * w], flat[4 * w + 1], flat[4 * w + 2], flat[4 * w + 3])
+                first = 8 * (w // 4) + 4 * (w // 2 % 2) + w % 2  # register w of the A operand: row w % 2
+                words[w] = code_word(pairs[first], pairs[first + 2])
         else:
-            p.store(values.load().to(F8))
+            layout = cute.make_layout(
+                (((2, 2), 2, 2), 1, p.shape[2]), stride=(((1, 4), 2, 8), 0, 16)
+            )  # the accumulator's values in the order of the A operand's bytes
+            p.store(cute.make_tensor(acc.iterator, layout).load().to(F8))
 
     @cute.jit
     def fold(self, part: cutlass.Constexpr, out: cute.Tensor, tile: cute.Tensor, rescale: cute.Tensor, v_ratio: Float32):
@@ -254,7 +384,7 @@ class Fp8Policy:
     # -- finish -----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def finish(self, out: list, row_max: cute.Tensor, lse: cute.Tensor, v_scale: Float32):
+    def finish(self, out: list, reference: cute.Tensor, lse: cute.Tensor, v_scale: Float32):
         """Divide by the row sum, apply the last V scale; lse (2,) in natural log, -inf for a row without keys."""
         last = rows(out[len(out) - 1])
         for r in cutlass.range_constexpr(2):
@@ -262,7 +392,7 @@ class Fp8Policy:
             total = cute.arch.shuffle_sync(total, offset=cute.arch.lane_idx() // 4 * 4)
             empty = total == Float32(0.0)
             inverse = Float32(0.0) if empty else v_scale * cute.arch.rcp_approx(total)
-            log2_sum = row_max[r] + cute.math.log2(total, fastmath=True) - Float32(EX2_BIAS)
+            log2_sum = reference[r] + cute.math.log2(total, fastmath=True) - Float32(self.lift)
             lse[r] = -Float32.inf if empty else log2_sum * Float32(math.log(2.0)) - Float32(self.lse_bias)
             for part in cutlass.range_constexpr(len(out)):
                 o = rows(out[part])

@@ -1,0 +1,84 @@
+"""Attention with 8-bit operands on NVIDIA Hopper GPUs.
+
+Names are loaded on first use: `import cute_attn` pulls in neither torch nor the CUTLASS Python DSL, and the
+DSL only comes with the first kernel that has to be compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from cute_attn.api import explain, flash_attn_fp8_func, fp8_attention, fp8_attention_quantized, quantize
+    from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV
+
+    __version__: str
+
+__all__ = [
+    "PRESETS",
+    "Fp8Recipe",
+    "QuantizedQKV",
+    "__version__",
+    "explain",
+    "flash_attn_fp8_func",
+    "fp8_attention",
+    "fp8_attention_quantized",
+    "quantize",
+]
+
+_HOME: Final = {
+    "PRESETS": "cute_attn.quantize",
+    "Fp8Recipe": "cute_attn.quantize",
+    "QuantizedQKV": "cute_attn.quantize",
+    "explain": "cute_attn.api",
+    "flash_attn_fp8_func": "cute_attn.api",
+    "fp8_attention": "cute_attn.api",
+    "fp8_attention_quantized": "cute_attn.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = _version()
+    elif name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("cute-attn")
+    except PackageNotFoundError:  # a source tree that was not installed
+        return "0+unknown"
+
+
+class _Package(ModuleType):
+    """This package, whose attribute `quantize` is the public function although a submodule has that name too.
+
+    The first import of a submodule binds its name in the package, whatever stood there. A property decides
+    the same way whichever import comes first; `from cute_attn.quantize import ...` reaches the submodule all
+    the same.
+    """
+
+    @property
+    def quantize(self) -> Any:
+        return importlib.import_module("cute_attn.api").quantize
+
+    @quantize.setter
+    def quantize(self, submodule: ModuleType) -> None:
+        """Called by the import of the submodule; the name stays with the function."""
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,336 @@
+"""Problem -> Plan: which backend, which kernel, which tiles, and why.
+
+Planning is a pure function of plain data: it asks no GPU, so that the whole table can be printed, tested and
+precompiled anywhere. `cute_attn.explain` shows a plan to users.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from cute_attn.kernels.config import SMEM_LIMIT, WARPGROUP, FwdConfig, QuantizeConfig
+from cute_attn.problem import Problem
+from cute_attn.quantize import PRESETS, Fp8Recipe
+from cute_attn.validate import HEAD_DIMS, check_backend
+
+DTYPE_NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+QK_DTYPES: Final = ("e4m3", "int8")
+P_ROUNDINGS: Final = ("code", "ex2")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Tile table
+# ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One row of the tile table: what it serves, the choices, and the reason for them.
+
+    `tile_m`, `tile_n`, `kv_stages`, `overlap`, `pingpong`, `pv_splits` and the register counts are those of
+    `FwdConfig`.
+    """
+
+    head_dim: int
+    why: str
+    tile_n: int
+    overlap: bool
+    pingpong: bool
+    qk_dtypes: tuple[str, ...] = QK_DTYPES
+    causals: tuple[bool, ...] = (False, True)
+    p_roundings: tuple[str, ...] = P_ROUNDINGS
+    tile_m: int = 128
+    kv_stages: int = 2
+    pv_splits: int = 1
+    consumer_regs: int = 240
+    producer_regs: int = 24
+
+
+TILES: Final = (
+    Tile(
+        head_dim=64,
+        tile_n=256,
+        overlap=True,
+        pingpong=True,
+        why="softmax outlasts the products at head_dim 64: both kinds of overlap hide them under it, and O "
+        "is small enough to leave registers for 256 scores a row",
+    ),
+    Tile(
+        head_dim=128,
+        qk_dtypes=("e4m3",),
+        tile_n=256,
+        overlap=False,
+        pingpong=False,
+        why="256 keys a step halve the rescales of O; with products this long the two warpgroups interleave "
+        "by themselves, and overlap inside one would spill",
+    ),
+    Tile(
+        head_dim=128,
+        qk_dtypes=("int8",),
+        tile_n=128,
+        overlap=True,
+        pingpong=True,
+        why="the int8 accumulator must be preset for each tile, so its softmax is worth hiding twice; 128 "
+        "keys a step keep two products in registers",
+    ),
+    Tile(
+        head_dim=256,
+        tile_n=128,
+        overlap=False,
+        pingpong=True,
+        pv_splits=2,
+        why="O takes 128 registers a thread: P V is accumulated in two halves of head_dim so that its fresh "
+        "accumulator fits, and turns at the tensor core hide one warpgroup's softmax under the products of "
+        "the other",
+    ),
+)
+"""Every (head_dim, qk_dtype, causal, p_rounding) is served by exactly one row."""
+
+_TileKey = tuple[int, str, bool, str]
+_TILE_OF: Final[dict[_TileKey, Tile]] = {
+    (tile.head_dim, qk_dtype, causal, p_rounding): tile
+    for tile in TILES
+    for qk_dtype, causal, p_rounding in itertools.product(tile.qk_dtypes, tile.causals, tile.p_roundings)
+}
+
+
+def forward_config(head_dim: int, qk_dtype: str, causal: bool, p_rounding: str, out_dtype: str) -> FwdConfig:
+    """The forward kernel for these properties of a problem; `out_dtype` is "bf16" or "fp16"."""
+    tile = _TILE_OF[head_dim, qk_dtype, causal, p_rounding]
+    return FwdConfig(
+        head_dim=head_dim,
+        tile_m=tile.tile_m,
+        tile_n=tile.tile_n,
+        kv_stages=tile.kv_stages,
+        qk_dtype=qk_dtype,
+        p_rounding=p_rounding,
+        causal=causal,
+        out_dtype=out_dtype,
+        overlap=tile.overlap,
+        pingpong=tile.pingpong,
+        consumer_regs=tile.consumer_regs,
+        producer_regs=tile.producer_regs,
+        pv_splits=tile.pv_splits,
+    )
+
+
+def quantize_config(recipe: Fp8Recipe, head_dim: int, in_dtype: str) -> QuantizeConfig:
+    """The quantiser for a recipe; `in_dtype` is "bf16" or "fp16".
+
+    Scales of a tensor or a head need the largest magnitude before the kernel runs: to it both are "static".
+    """
+    return QuantizeConfig(
+        head_dim=head_dim,
+        in_dtype=in_dtype,
+        qk_dtype=recipe.qk_dtype,
+        q_mode=recipe.q_scale if recipe.q_scale in ("token", "block") else "static",
+        k_mode=f"block{recipe.k_block}" if recipe.k_scale == "block" else "static",
+        v_mode="block" if recipe.v_scale == "block" else "static",
+        rotate=recipe.rotation == "hadamard",
+        smooth=recipe.smooth_k,
+    )
+
+
+def transpose_config(head_dim: int) -> QuantizeConfig:
+    """The quantiser that only transposes a ready e4m3 V; its other fields carry no choice."""
+    return QuantizeConfig(
+        head_dim=head_dim,
+        in_dtype="e4m3",
+        qk_dtype="e4m3",
+        q_mode="static",
+        k_mode="static",
+        v_mode="static",
+        rotate=False,
+        smooth=False,
+    )
+
+
+def all_forward_configs() -> list[FwdConfig]:
+    """Every forward kernel that a plan can name."""
+    return [
+        forward_config(head_dim, qk_dtype, causal, p_rounding, out_dtype)
+        for head_dim, qk_dtype, causal, p_rounding in _TILE_OF
+        for out_dtype in DTYPE_NAMES.values()
+    ]
+
+
+def all_quantize_configs() -> list[QuantizeConfig]:
+    """The quantisers of the named recipes and of ready e4m3 tensors, without duplicates.
+
+    A recipe of one's own may need another one; it is compiled on first use like these.
+    """
+    configs = [
+        quantize_config(recipe, head_dim, in_dtype)
+        for recipe in PRESETS.values()
+        for head_dim in HEAD_DIMS
+        for in_dtype in DTYPE_NAMES.values()
+    ]
+    configs += [transpose_config(head_dim) for head_dim in HEAD_DIMS]
+    return list(dict.fromkeys(configs))
+
+
+def tile_table() -> list[dict[str, object]]:
+    """The tile table, one flat dict for each key, with what it costs: for printing and for tests."""
+    rows: list[dict[str, object]] = []
+    for (head_dim, qk_dtype, causal, p_rounding), tile in _TILE_OF.items():
+        config = forward_config(head_dim, qk_dtype, causal, p_rounding, "bf16")
+        rows.append(
+            {
+                "head_dim": head_dim,
+                "qk_dtype": qk_dtype,
+                "causal": causal,
+                "p_rounding": p_rounding,
+                "tile_m": config.tile_m,
+                "tile_n": config.tile_n,
+                "kv_stages": config.kv_stages,
+                "overlap": config.overlap,
+                "pingpong": config.pingpong,
+                "pv_splits": config.pv_splits,
+                "smem_bytes": config.smem_bytes,
+                "registers": WARPGROUP
+                * (config.consumer_regs * config.consumer_warpgroups + config.producer_regs),
+                "why": tile.why,
+            }
+        )
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Plan
+# ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call will do. `str(plan)` is the readable form.
+
+    Attributes:
+        backend: "sm90" (the Hopper kernels) or "emulator" (torch, with the kernels' roundings).
+        kernel: name of the forward kernel that runs; with the emulator "emulator(NAME)" of the one it
+            reproduces.
+        config: what the forward kernel is compiled for; the emulator takes its tiles from it too.
+        quantize_config: what the quantiser is compiled for; None where the operands are already quantised.
+        recipe: the resolved recipe.
+        reasons: one sentence for each choice.
+        smem_bytes: shared memory of one CTA of the forward kernel.
+        grid: CTAs of the forward kernel; (0, 1, 1) where nothing is launched.
+        problem: what was planned for.
+    """
+
+    backend: str
+    kernel: str
+    config: FwdConfig
+    quantize_config: QuantizeConfig | None
+    recipe: Fp8Recipe
+    reasons: tuple[str, ...]
+    smem_bytes: int
+    grid: tuple[int, int, int]
+    problem: Problem
+
+    def __str__(self) -> str:
+        problem, config, recipe = self.problem, self.config, self.recipe
+        k_scale = f"block of {recipe.k_block}" if recipe.k_scale == "block" else recipe.k_scale
+        of_kernel = " (of the kernel that is emulated)" if self.backend == "emulator" else ""
+        quantiser = "none: operands are already 8-bit"
+        if self.quantize_config is not None:
+            quantiser = self.quantize_config.name
+            if self.backend == "emulator":
+                quantiser = f"torch reference of {quantiser}"
+        lines = {
+            "backend": self.backend,
+            "kernel": self.kernel,
+            "quantiser": quantiser,
+            "problem": f"batch {problem.batch}, seqlen_q {problem.seqlen_q}, seqlen_k {problem.seqlen_k}, "
+            f"heads_q {problem.heads_q}, heads_k {problem.heads_k}, head_dim {problem.head_dim}, "
+            f"{'causal' if problem.causal else 'full'}, output {problem.out_dtype}",
+            "recipe": f"{recipe.name}: Q K^T in {recipe.qk_dtype}, P V in e4m3; scales Q {recipe.q_scale}, "
+            f"K {k_scale}, V {recipe.v_scale}; rotation {recipe.rotation}; "
+            f"{'' if recipe.smooth_k else 'no '}K smoothing; P by {recipe.p_rounding}",
+            "tiles": f"{config.tile_m} queries x {config.tile_n} keys, {config.kv_stages} K/V stages, "
+            f"{config.consumer_warpgroups} consumer warpgroups of {config.consumer_regs} registers"
+            + (", overlap" if config.overlap else "")
+            + (", ping-pong" if config.pingpong else "")
+            + (f", P V in {config.pv_splits} parts" if config.pv_splits > 1 else ""),
+            "smem": f"{self.smem_bytes} of {SMEM_LIMIT} bytes{of_kernel}",
+            "grid": f"{self.grid} CTAs of {config.threads} threads{of_kernel}",
+        }
+        text = [f"{key:<10} {value}" for key, value in lines.items()]
+        return "\n".join([*text, "because", *(f"  - {reason}" for reason in self.reasons)])
+
+
+@functools.lru_cache(maxsize=4096)
+def make_plan(problem: Problem, backend: str = "auto") -> Plan:
+    """Choose backend, kernel and tiles. Pure: equal arguments give equal plans, on any machine.
+
+    Args:
+        problem: what to compute, from checked inputs.
+        backend: "auto", "sm90" or "emulator". "auto" is "sm90" where `problem.capability` is 9.x, else
+            "emulator".
+
+    Raises:
+        ValueError: unknown backend, or "sm90" where the problem's tensors are not on a Hopper GPU.
+    """
+    check_backend(backend, problem.capability)
+    recipe = problem.recipe
+    chosen, why_backend = _choose_backend(problem.capability, backend)
+    reasons = [
+        why_backend,
+        f"recipe {recipe.name!r} asks for Q K^T in {recipe.qk_dtype} and P by {recipe.p_rounding}",
+    ]
+
+    # One row sees every key under the bottom-right mask: the kernel without a mask does the same work.
+    causal = problem.causal and problem.seqlen_q != 1
+    if causal != problem.causal:
+        reasons.append(
+            "one query row sees every key: the causal mask hides nothing, so the kernel without one serves"
+        )
+    config = forward_config(
+        problem.head_dim, recipe.qk_dtype, causal, recipe.p_rounding, DTYPE_NAMES[problem.out_dtype]
+    )
+    tile = _TILE_OF[problem.head_dim, recipe.qk_dtype, causal, recipe.p_rounding]
+    reasons.append(f"tile {config.tile_m} x {config.tile_n}: {tile.why}")
+
+    quantiser = None
+    if problem.in_dtype is not None:
+        quantiser = quantize_config(recipe, problem.head_dim, DTYPE_NAMES[problem.in_dtype])
+        if "static" in (quantiser.q_mode, quantiser.k_mode, quantiser.v_mode):
+            reasons.append(
+                "scales of a whole tensor or head need a pass for the largest magnitude before the quantiser"
+            )
+    grid = (-(-problem.seqlen_q // config.tile_m) * problem.heads_q * problem.batch, 1, 1)
+    if problem.is_empty:
+        grid = (0, 1, 1)
+        reasons.append(
+            "nothing is launched: " + ("there are no keys" if problem.seqlen_k == 0 else "there is no output")
+        )
+    return Plan(
+        backend=chosen,
+        kernel=config.name if chosen == "sm90" else f"emulator({config.name})",
+        config=config,
+        quantize_config=quantiser,
+        recipe=recipe,
+        reasons=tuple(reasons),
+        smem_bytes=config.smem_bytes,
+        grid=grid,
+        problem=problem,
+    )
+
+
+def _choose_backend(capability: tuple[int, int] | None, backend: str) -> tuple[str, str]:
+    """(backend that runs, the reason), for a `backend` that `check_backend` accepted."""
+    if backend != "auto":
+        return backend, f"backend {backend!r} was asked for"
+    if capability is None:
+        return (
+            "emulator",
+            "the tensors are not on an NVIDIA GPU, and the kernels need one of Hopper's (H100, H200)",
+        )
+    where = f"compute capability {capability[0]}.{capability[1]}"
+    if capability[0] != 9:
+        return "emulator", f"the GPU has {where}, and the kernels need 9.x (Hopper: H100, H200)"
+    return "sm90", f"the GPU has {where} (Hopper)"

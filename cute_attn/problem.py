@@ -1,0 +1,103 @@
+"""One attention call as plain data: what planning may depend on, and nothing else.
+
+A `Problem` holds no tensor, so it can be hashed, cached, and written by hand for a GPU that is not there.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_attn.quantize import Fp8Recipe, QuantizedQKV
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes, dtypes, mask, recipe and device of one call.
+
+    Attributes:
+        batch: sequences.
+        seqlen_q, seqlen_k: queries and keys of each sequence.
+        heads_q, heads_k: query heads, and the key/value heads that groups of them share.
+        head_dim: of q, k and v.
+        in_dtype: float16 or bfloat16 where the call quantises; None where it starts from quantised operands.
+        out_dtype: float16 or bfloat16.
+        causal: key j is visible to query i iff j <= i + seqlen_k - seqlen_q.
+        recipe: how Q, K, V and P become 8-bit.
+        capability: CUDA compute capability of the tensors' device; None for CPU tensors and GPUs of other
+            makers.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    in_dtype: torch.dtype | None
+    out_dtype: torch.dtype
+    causal: bool
+    recipe: Fp8Recipe
+    capability: tuple[int, int] | None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the result is known without arithmetic: no output element, or no key that could be seen."""
+        return 0 in (self.batch, self.seqlen_q, self.seqlen_k)
+
+    @classmethod
+    def from_tensors(
+        cls, q: Tensor, k: Tensor, recipe: Fp8Recipe, *, causal: bool, out_dtype: torch.dtype
+    ) -> Problem:
+        """The problem of 16-bit q (batch, seqlen_q, heads_q, head_dim) and k (batch, seqlen_k, heads_k,
+        head_dim).
+
+        v has the shape and dtype of k: `validate.check_inputs` comes first.
+        """
+        batch, seqlen_q, heads_q, head_dim = q.shape
+        return cls(
+            batch=batch,
+            seqlen_q=seqlen_q,
+            seqlen_k=k.shape[1],
+            heads_q=heads_q,
+            heads_k=k.shape[2],
+            head_dim=head_dim,
+            in_dtype=q.dtype,
+            out_dtype=out_dtype,
+            causal=causal,
+            recipe=recipe,
+            capability=device_capability(q.device),
+        )
+
+    @classmethod
+    def from_quantized(cls, qkv: QuantizedQKV, *, causal: bool, out_dtype: torch.dtype) -> Problem:
+        """The problem of prepared operands, checked by `validate.check_quantized`."""
+        batch, seqlen_q, heads_q, head_dim = qkv.q.shape
+        return cls(
+            batch=batch,
+            seqlen_q=seqlen_q,
+            seqlen_k=qkv.seqlen_k,
+            heads_q=heads_q,
+            heads_k=qkv.k.shape[2],
+            head_dim=head_dim,
+            in_dtype=None,
+            out_dtype=out_dtype,
+            causal=causal,
+            recipe=qkv.recipe,
+            capability=device_capability(qkv.q.device),
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def device_capability(device: torch.device) -> tuple[int, int] | None:
+    """CUDA compute capability (major, minor) of `device`; None if it is not an NVIDIA GPU.
+
+    torch's ROCm builds call their GPUs "cuda" too and give them capabilities of another meaning: (9, 4) there
+    is no Hopper.
+    """
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    return torch.cuda.get_device_capability(device)

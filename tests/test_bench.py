@@ -1,0 +1,821 @@
+"""The benchmark, as far as it needs no GPU: command line, cases, timing, records, reports, figures."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import math
+import operator
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import reference
+from cute_attn.bench import __main__ as cli
+from cute_attn.bench import cases, figures, lengths, peers, record, report, timing
+from cute_attn.kernels.config import FwdConfig, QuantizeConfig
+
+CASE = cases.Case(batch=2, seqlen_q=200, seqlen_k=200, heads_q=4, heads_k=2, head_dim=64, causal=True)
+FWD = FwdConfig(128, 128, 256, 2, "e4m3", "code", True, "bf16", overlap=False, pingpong=False)
+QUANTIZE = QuantizeConfig(128, "bf16", "e4m3", "token", "block64", "block", rotate=True, smooth=True)
+
+
+def meta(**git: Any) -> dict[str, Any]:
+    state = {"commit": None, "dirty": None, "kernels": None, "cute_attn": None} | git
+    return {
+        "date": "2026-01-01T00:00:00+00:00",
+        "gpu": None,
+        "driver": None,
+        "cuda": None,
+        "torch": "2.13.0",
+        "cutlass_dsl": "4.8.1",
+        "command": "python -m cute_attn.bench",
+        "git": state,
+    }
+
+
+def timed_row(provider: str, speed: float, **fields: Any) -> dict[str, Any]:
+    """A forward row of CASE with the given TFLOP/s."""
+    ours = provider == peers.OURS
+    ms = CASE.flops / speed / 1e9
+    base = {
+        "provider": provider,
+        "kernel": f"{provider}_kernel",
+        "backend": "sm90",
+        "phase": "forward",
+        "dtype": "fp8",
+        "recipe": "accurate" if ours else None,
+        **CASE.fields,
+        "ms": ms,
+        "ms_min": ms * 0.9,
+        "ms_max": ms * 1.1,
+        "tflops": speed,
+        "peak_bytes": 2**20,
+        "rel_rmse": 0.02,
+    }
+    return record.make_row(**(base | fields))
+
+
+# --- command line
+
+
+def test_parser_defaults_are_the_papers_grid() -> None:
+    options = cli.build_parser().parse_args([])
+    run = cli.Run(options, None, None)
+    cells = run.cells()
+    assert len(cells) == 6 * 3 * 2
+    assert {case.batch * case.seqlen_q for case in cells} == {16384}
+    assert {case.heads_q * case.head_dim for case in cells} == {2048}
+    assert {(case.seqlen_k, case.batch) for case in cells} >= {(512, 32), (16384, 1)}
+    assert [c.label for c in run.contenders()] == [
+        "cute_attn default",
+        "fa3 fp8",
+        "cudnn fp8",
+        "fa3 bf16",
+        "sdpa_flash bf16",
+    ]
+
+
+def test_parser_overrides() -> None:
+    words = "--seqlen 100,300 --head-dim 64 --causal 1 --batch 3 --heads 6 --heads-k 2"
+    cells = cli.Run(cli.build_parser().parse_args(words.split()), None, None).cells()
+    assert cells == [cases.Case(3, n, n, 6, 2, 64, True) for n in (100, 300)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--dtype int4", "--dtype"),
+        ("--seqlen 0", "at least 1"),
+        ("--seqlen 128,x", "got 'x'"),
+        ("--head-dim 96", "64, 128 or 256, got 96"),
+        ("--causal 2", "--causal"),
+        ("--providers fa3,nobody", "unknown 'nobody'; choose from"),
+        ("--providers fa3,fa3", "names something twice"),
+        ("--phase backward", "unknown 'backward'"),
+        ("--report everything", "--report"),
+        ("--json /no/such/folder/x.json", "cannot write"),
+        ("--recipe magic", "magic"),
+        ("--recipe default,accurate", "one recipe twice"),
+        ("--min-batch-ms 0", "must be positive"),
+        ("--hidden 100", "multiple of head_dim"),
+        ("--heads 6 --heads-k 4", "heads_k must divide"),
+        ("--dtype bf16 --providers cudnn,fa3", "nothing to time for cudnn"),
+    ],
+)
+def test_bad_command_lines_name_the_option(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words.split())
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_speed_report_without_hopper_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "hopper_device", lambda: (False, "no CUDA GPU is visible to torch"))
+    with pytest.raises(SystemExit):
+        cli.main(["--report", "speed"])
+    assert "--report speed needs a Hopper GPU" in capsys.readouterr().err
+
+
+# --- cases
+
+
+def test_flops_follow_the_papers() -> None:
+    full = cases.Case(1, 16384, 16384, 16, 16, 128, False)
+    assert full.flops == 4 * 16384**2 * 128 * 16
+    assert cases.Case(1, 16384, 16384, 16, 16, 128, True).flops == full.flops / 2
+    assert full.score_bytes == 4 * 16 * 16384**2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(200, 200), (90, 333), (300, 40), (1, 1)])
+def test_sampled_rows_equal_the_reference(seqlen_q: int, seqlen_k: int, causal: bool) -> None:
+    case = cases.Case(2, seqlen_q, seqlen_k, 4, 2, 64, causal)
+    q, k, v = cases.make_inputs(case, torch.bfloat16, "cpu")
+    found = cases.sample(q, k, v, causal=causal)
+    exact, _ = reference.attention(q, k, v, causal=causal)
+    assert {0, seqlen_q - 1} <= set(found.rows.tolist())
+    assert {(0, 0), (1, 3)} <= set(found.heads)
+    for values, (b, h) in zip(found.values, found.heads, strict=True):
+        torch.testing.assert_close(values, exact[b, found.rows, h], rtol=1e-10, atol=1e-12)
+    error = cases.output_error(exact.float(), found)
+    assert error.finite and error.worst_row < 1e-6 and error.rel_rmse < 1e-6
+
+
+def test_output_error_sees_one_bad_row_and_any_nan() -> None:
+    q, k, v = cases.make_inputs(CASE, torch.bfloat16, "cpu")
+    found = cases.sample(q, k, v, causal=True)
+    exact, _ = reference.attention(q, k, v, causal=True)
+    bad = exact.float()
+    bad[0, 199, 0] = 0
+    error = cases.output_error(bad, found)
+    assert error.worst_row == pytest.approx(1)
+    assert error.rel_rmse < 0.1  # which is why the verdict is not left to the mean
+    unseen = next(row for row in range(200) if row not in found.rows)
+    bad = exact.float()
+    bad[1, unseen, 2, 5] = math.nan
+    assert not cases.output_error(bad, found).finite
+    rounded = exact.float().to(torch.float8_e4m3fn)
+    assert 0.01 < cases.output_error(rounded, found).rel_rmse < 0.05
+
+
+# --- timing
+
+
+def test_interleaved_rotates_and_takes_the_median() -> None:
+    calls: list[str] = []
+    durations = {"a": [1.0, 1.0, 9.0, 2.0], "b": [4.0, 4.0, 4.0, 4.0]}  # the first is the estimate
+    left = {key: iter(values) for key, values in durations.items()}
+
+    def time_batch(launch: Any, count: int) -> float:
+        key = launch()
+        calls.append(key)
+        return next(left[key]) * count
+
+    found = timing.interleaved(
+        {"a": lambda: "a", "b": lambda: "b"}, rounds=3, min_batch_ms=8.0, time_batch=time_batch
+    )
+    assert calls == ["a", "b", "a", "b", "b", "a", "a", "b"]
+    assert found["a"] == timing.Timing(2.0, 1.0, 9.0, launches=8, rounds=3)
+    assert found["b"] == timing.Timing(4.0, 4.0, 4.0, launches=2, rounds=3)
+
+
+def test_interleaved_goes_on_without_who_fails() -> None:
+    left = iter([1.0, 1.0])
+
+    def flaky() -> float:
+        try:
+            return next(left)
+        except StopIteration:
+            raise RuntimeError("third time unlucky") from None
+
+    failures: list[tuple[str, str]] = []
+    found = timing.interleaved(
+        {"good": lambda: 1.0, "flaky": flaky},
+        rounds=4,
+        min_batch_ms=1.0,
+        time_batch=lambda launch, count: launch() * count,
+        on_failure=lambda key, error: failures.append((key, str(error))),
+    )
+    assert list(found) == ["good"] and found["good"].rounds == 4
+    assert failures == [("flaky", "third time unlucky")]
+    with pytest.raises(ValueError, match="rounds must be at least 1"):
+        timing.interleaved({}, rounds=0, min_batch_ms=1.0)
+
+
+def test_time_cell_gives_every_contender_a_row() -> None:
+    names = ["right", "wrong", "nan", "absent", "broken", "flaky"]
+    group = [peers.Contender(name, "fp8", "forward") for name in names]
+
+    def prepare(contender: Any, case: Any, q: Any, k: Any, v: Any) -> peers.Prepared:
+        out, _ = reference.attention(q, k, v, causal=case.causal)
+        if contender.provider == "wrong":
+            out = reference.attention(q, k, v, causal=False)[0]
+        elif contender.provider == "nan":
+            out[0, 0, 0, 0] = math.nan
+        elif contender.provider == "absent":
+            raise peers.NotRun("unavailable", "cannot import absent")
+        elif contender.provider == "broken":
+            raise RuntimeError("no kernel\nfor this shape")
+        return peers.Prepared(lambda: out, f"{contender.provider} 1.0", "sm90", cases.output_error, 4_000_000)
+
+    def time_batch(launch: Any, count: int) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # the second to be timed is the flaky one
+            raise RuntimeError("launch failed")
+        return 2.0 * count
+
+    calls = 0
+    rows = timing.time_cell(CASE, group, rounds=3, device="cpu", prepare=prepare, time_batch=time_batch)
+    assert [row["provider"] for row in rows] == names
+    by_name = {row["provider"]: row for row in rows}
+    assert by_name["right"]["status"] == "ok" and by_name["right"]["ms"] == 2.0
+    assert by_name["right"]["tflops"] == pytest.approx(CASE.flops / 2e9)
+    assert by_name["right"]["tbps"] == pytest.approx(0.002)
+    assert by_name["right"]["kernel"] == "right 1.0" and by_name["right"]["rel_rmse"] < 1e-6
+    assert by_name["wrong"]["status"] == "wrong" and "worst sampled row" in by_name["wrong"]["reason"]
+    assert by_name["nan"]["status"] == "wrong" and "NaN" in by_name["nan"]["reason"]
+    assert (by_name["absent"]["status"], by_name["absent"]["reason"]) == (
+        "unavailable",
+        "cannot import absent",
+    )
+    assert by_name["broken"]["reason"] == "RuntimeError: no kernel for this shape"
+    assert (by_name["flaky"]["status"], by_name["flaky"]["ms"]) == ("failed", None)
+    record.validate(meta(), rows)
+
+
+def test_a_lost_device_stops_the_run_and_keeps_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = [peers.Contender(name, "fp8", "forward") for name in ("first", "second")]
+
+    def prepare(*_: Any) -> peers.Prepared:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def lost(device: torch.device) -> None:
+        raise timing.DeviceLost("CUDA error")
+
+    monkeypatch.setattr(timing, "_synchronize", lost)
+    with pytest.raises(timing.DeviceLost) as stop:
+        timing.time_cell(CASE, group, rounds=1, device="cpu", prepare=prepare)
+    assert [row["status"] for row in stop.value.rows] == ["failed", "failed"]
+    assert "illegal memory access" in stop.value.rows[0]["reason"]
+    assert "lost in first fp8" in stop.value.rows[1]["reason"]
+    record.validate(meta(), stop.value.rows)
+
+
+# --- peers
+
+
+def test_contenders_by_dtype_and_phase() -> None:
+    def labels(dtype: str, phase: str, *providers: str) -> list[str]:
+        return [c.label for c in peers.contenders(dtype, [phase], ["fp8", "accurate"], providers or None)]
+
+    assert labels("fp8", "quantize") == ["cute_attn fp8", "cute_attn accurate", "copy fp8"]
+    whole = labels("fp8", "whole_call")
+    assert whole[:2] == ["cute_attn fp8", "cute_attn accurate"] and "fa3 fp8" not in whole
+    assert {"fa3 bf16", "fa4 bf16", "sdpa_cudnn bf16"} <= set(whole)
+    assert labels("fp8", "forward", "fa4", "cudnn") == ["cudnn fp8", "fa4 bf16"]
+    sixteen = labels("fp16", "forward")
+    assert sixteen and all(label.endswith(" fp16") for label in sixteen)
+    assert labels("bf16", "forward", "cute_attn", "fa3") == ["fa3 bf16"]
+    with pytest.raises(ValueError, match="unknown provider nobody"):
+        labels("fp8", "forward", "nobody")
+    with pytest.raises(ValueError, match="nothing to time for copy"):
+        labels("fp8", "forward", "fa3", "copy")
+
+
+@pytest.mark.parametrize(
+    ("provider", "dtype", "module"),
+    [
+        ("fa3", "fp8", "flash_attn_interface"),
+        ("fa3", "bf16", "flash_attn_interface"),
+        ("fa4", "bf16", "flash_attn.cute"),
+        ("cudnn", "fp8", "cudnn"),
+    ],
+)
+def test_an_absent_peer_is_a_row_with_the_reason(
+    provider: str, dtype: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # importing it raises, installed or not
+    peers._import.cache_clear()
+    rows = timing.time_cell(CASE, [peers.Contender(provider, dtype, "forward")], rounds=1, device="cpu")
+    peers._import.cache_clear()
+    assert rows[0]["status"] == "unavailable" and rows[0]["ms"] is None
+    assert f"cannot import {module}" in rows[0]["reason"]
+
+
+def test_unfused_attention_is_skipped_where_s_is_too_big() -> None:
+    big = cases.Case(1, 16384, 16384, 32, 32, 64, False)
+    small = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(peers.NotRun, match=r"S would take 32\.0 GiB") as stop:
+        peers.prepare(peers.Contender("sdpa_math", "bf16", "forward"), big, small, small, small)
+    assert stop.value.status == "skipped"
+
+
+def test_sdpa_math_runs_and_is_right() -> None:
+    contender = peers.Contender("sdpa_math", "bf16", "forward")
+    rows = timing.time_cell(
+        CASE, [contender], rounds=1, device="cpu", time_batch=lambda launch, count: 1.0 * count
+    )
+    assert rows[0]["status"] == "ok" and rows[0]["rel_rmse"] < 0.01
+    assert torch.__version__ in rows[0]["kernel"]
+
+
+# --- records
+
+
+def git(folder: Path, *arguments: str) -> str:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A committed tree with what makes ids hard: nesting, sorting, an executable, ignored files."""
+    root = tmp_path / "repository"
+    for name, text in {
+        "kernels/a.py": "1\n",
+        "kernels/a/b.py": "2\n",
+        "kernels/a-b.py": "3\n",
+        "cute_attn/api.py": "4\n",
+        "cute_attn/data/x.bin": "\x00\x01",
+        "cute_attn/kept.log": "ignored but tracked\n",
+        ".gitignore": "__pycache__/\n*.pyc\n*.log\n",
+        "other.txt": "5\n",
+    }.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (root / "cute_attn/api.py").chmod(0o755)
+    (root / "kernels/__pycache__").mkdir()
+    (root / "kernels/__pycache__/a.cpython-312.pyc").write_text("x")
+    git(root, "init", "-q")
+    git(root, "add", "-A")
+    git(root, "add", "-f", "cute_attn/kept.log")
+    git(root, "commit", "-q", "-m", "first")
+    return root
+
+
+def test_tree_ids_equal_git_of_a_clean_tree(repository: Path) -> None:
+    assert record.git_state(repository) == {
+        "commit": git(repository, "rev-parse", "HEAD"),
+        "dirty": False,
+        "kernels": git(repository, "rev-parse", "HEAD:kernels"),
+        "cute_attn": git(repository, "rev-parse", "HEAD:cute_attn"),
+    }
+
+
+def test_tree_ids_are_of_the_files_on_disk_and_leave_git_alone(repository: Path) -> None:
+    first = git(repository, "rev-parse", "HEAD:kernels")
+    (repository / "kernels/a.py").write_text("changed\n")
+    (repository / "kernels/new.py").write_text("new\n")
+    (repository / "cute_attn/data/x.bin").unlink()
+
+    def snapshot() -> dict[str, bytes]:
+        files = (p for p in (repository / ".git").rglob("*") if p.is_file())
+        return {str(p): p.read_bytes() for p in files}
+
+    before = snapshot()
+    state = record.git_state(repository)
+    assert snapshot() == before
+    assert state["dirty"] is True and state["kernels"] != first
+    git(repository, "add", "-A")
+    git(repository, "commit", "-q", "-m", "second")
+    assert state["kernels"] == git(repository, "rev-parse", "HEAD:kernels")
+    assert state["cute_attn"] == git(repository, "rev-parse", "HEAD:cute_attn")
+
+
+@pytest.mark.parametrize("kind", ["no history", "no commit", "inside another repository"])
+def test_tree_ids_of_a_copy(repository: Path, tmp_path: Path, kind: str) -> None:
+    (repository / "cute_attn/kept.log").unlink()  # an ignored file is not in a copy's tree
+    git(repository, "commit", "-q", "-a", "-m", "second")
+    outer = tmp_path / "outer"
+    copy = outer / "copy"
+    shutil.copytree(repository, copy, ignore=shutil.ignore_patterns(".git"))
+    if kind == "no commit":
+        git(copy, "init", "-q")
+    elif kind == "inside another repository":
+        git(outer, "init", "-q")
+    state = record.git_state(copy)
+    assert state["commit"] is None and state["dirty"] is None
+    for tree in ("kernels", "cute_attn"):
+        assert state[tree] == git(repository, "rev-parse", f"HEAD:{tree}")
+
+
+def test_tree_ids_without_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {tree: git(repository, "rev-parse", f"HEAD:{tree}") for tree in ("kernels", "cute_attn")}
+    monkeypatch.setattr(record.shutil, "which", lambda name: None)
+    assert record.git_state(repository) == {"commit": None, "dirty": None} | expected
+
+
+def test_tree_ids_of_nothing(tmp_path: Path) -> None:
+    nothing = dict.fromkeys(("commit", "dirty", "kernels", "cute_attn"))
+    assert record.git_state(None) == nothing
+    assert record.git_state(tmp_path) == nothing
+
+
+def test_record_round_trip(tmp_path: Path) -> None:
+    rows = [
+        timed_row("cute_attn", 1000.0),
+        timed_row("fa3", 800.0),
+        record.make_row(
+            provider="cudnn", phase="forward", dtype="fp8", status="unavailable", reason="not there"
+        ),
+        record.make_row(
+            provider="cute_attn", phase="accuracy_total", dtype="fp8", rmse=0.1, rel_rmse=0.02, layer=3
+        ),
+    ]
+    path = tmp_path / "record.json"
+    record.write(path, meta(kernels="a" * 40), rows)
+    found = record.read(path)
+    assert found.rows == rows and found.meta == meta(kernels="a" * 40)
+    assert [p.name for p in tmp_path.iterdir()] == ["record.json"]
+    assert set(json.loads(path.read_text())) == {"meta", "rows"}
+    record.write(path, meta(), [])
+    assert record.read(path).rows == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"phase": "sideways"}, "row 0: phase must be one of forward"),
+        ({"dtype": "fp4"}, "dtype must be one of"),
+        ({"provider": None}, "provider must not be null"),
+        ({"batch": 1.5}, "batch must be int"),
+        ({"batch": True}, "batch must be int"),
+        ({"causal": 1}, "causal must be bool"),
+        ({"tflops": math.nan}, "tflops must be finite"),
+        ({"extra": [1, 2]}, "extra must be flat"),
+        ({"ms": 0.0, "ms_min": 0.0}, "ms must be positive"),
+        ({"ms_max": 0.0}, "ms_min <= ms <= ms_max"),
+        ({"ms_min": None}, "ms_min <= ms <= ms_max"),
+        ({"status": "wrong", "reason": "x"}, "must have no time"),
+        ({"status": "failed", "ms": None}, "needs a reason"),
+    ],
+)
+def test_validation_names_row_and_field(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    row = timed_row("cute_attn", 1000.0) | change
+    with pytest.raises(ValueError, match=message):
+        record.write(tmp_path / "x.json", meta(), [row])
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_validation_of_meta_and_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="meta lacks 'gpu'"):
+        record.validate({"date": "now"}, [])
+    with pytest.raises(ValueError, match="tree id or null, got 'HEAD'"):
+        record.validate(meta(kernels="HEAD"), [])
+    with pytest.raises(ValueError, match="row 0 lacks 'kernel'"):
+        record.validate(meta(), [{"provider": "fa3"}])
+    path = tmp_path / "x.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"x\.json"):
+        record.read(path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="'meta' and 'rows'"):
+        record.read(path)
+
+
+def test_collected_meta_is_valid() -> None:
+    found = record.collect_meta("python -m cute_attn.bench")
+    record.validate(found, [])
+    assert found["torch"] == torch.__version__ and found["command"] == "python -m cute_attn.bench"
+    assert json.loads(json.dumps(found)) == found
+
+
+# --- reports
+
+
+def made_up_rows() -> list[dict[str, Any]]:
+    """Two cells; peers of ratio 2 and 0.5, then one that misses a cell."""
+    longer = {"seqlen_q": 8192, "seqlen_k": 8192}
+    return [
+        timed_row("cute_attn", 1000.0),
+        timed_row("fa3", 500.0),
+        timed_row("fa3", 400.0, dtype="bf16"),
+        timed_row("cudnn", 250.0),
+        timed_row("cute_attn", 1200.0, **longer),
+        timed_row("fa3", 600.0, **longer),
+        timed_row("fa3", 2400.0, dtype="bf16", **longer),
+        record.make_row(
+            **{k: timed_row("cudnn", 1.0, **longer)[k] for k in ("provider", "phase", "dtype", *CASE.fields)},
+            status="failed",
+            reason="no plan",
+        ),
+    ]
+
+
+def test_pivot_ratios_and_geometric_means() -> None:
+    result = report.pivot(made_up_rows(), "forward")
+    assert result.ours == ["cute_attn accurate"] and result.peers == ["fa3 fp8", "fa3 bf16", "cudnn fp8"]
+    short, long = result.lines
+    assert short[2] == 200 and long[2] == 8192
+    assert result.best_peer(short) == ("fa3 fp8", 500.0)
+    assert result.best_peer(long) == ("fa3 bf16", 2400.0)
+    assert [result.ratio(line, "cute_attn accurate") for line in result.lines] == [2.0, 0.5]
+    assert result.ratio(long, "cute_attn accurate", "fa3 fp8") == 2.0
+    assert result.ratio(long, "cute_attn accurate", "cudnn fp8") is None
+    assert report.geometric_mean([2.0, 0.5]) == pytest.approx(1.0)
+    assert report.geometric_mean([]) is None
+    with pytest.raises(ValueError, match="positive"):
+        report.geometric_mean([1.0, 0.0])
+    with pytest.raises(ValueError, match="two rows"):
+        report.pivot(made_up_rows()[:1] * 2, "forward")
+
+
+def test_speed_grids_show_speed_ratio_and_reason() -> None:
+    speed, relative, ran = report.speed_grids(made_up_rows())
+    assert speed.headers[4:] == [
+        "cute_attn accurate",
+        "fa3 fp8",
+        "fa3 bf16",
+        "cudnn fp8",
+        "best peer",
+        "ours / best",
+        "rel RMSE",
+    ]
+    assert speed.lines[0] == [
+        "64", "causal", "200", "2 x 4/2", "1000", "500", "400", "250", "fa3 fp8", "2.00x", "2.00%"
+    ]  # fmt: skip
+    assert speed.lines[1][7:10] == ["failed", "fa3 bf16", "0.50x"]
+    best = next(line for line in relative.lines if line[1] == "best of the cell")
+    assert best == ["cute_attn accurate", "best of the cell", "1.00x", "1.00x", "0.50x", "2"]
+    assert next(line for line in relative.lines if line[1] == "cudnn fp8")[2:] == ["4.00x", "4.00x", "-", "1"]
+    assert "cudnn fp8, d 64 causal 8192: failed: no plan" in ran.notes
+    assert next(line for line in ran.lines if line[0] == "cudnn fp8")[2] == "1 of 2"
+    text = speed.markdown()
+    assert text.splitlines()[2].startswith("| d | mask | seqlen |")
+    assert text.splitlines()[3].count("---") == len(speed.headers)
+
+
+def test_an_absent_provider_stays_in_the_table() -> None:
+    absent = {"status": "unavailable", "reason": "cannot import"}
+    rows = [
+        timed_row("cute_attn", 1000.0),
+        record.make_row(provider="fa4", phase="forward", dtype="bf16", **absent, **CASE.fields),
+    ]
+    speed, *_, ran = report.speed_grids(rows)
+    assert "fa4 bf16" in speed.headers and "n/a" in speed.lines[0]
+    assert ran.notes == ["fa4 bf16, all cells: unavailable: cannot import"]
+
+
+def test_quantiser_rows_are_shown_in_bytes_a_second() -> None:
+    rows = [
+        timed_row("cute_attn", 1.0, phase="quantize", tflops=None, tbps=3.9),
+        timed_row("copy", 1.0, phase="quantize", tflops=None, tbps=4.1, rel_rmse=None),
+    ]
+    speed, relative, _ = report.speed_grids(rows)
+    assert "TB/s" in speed.title and speed.lines[0][4:6] == ["3.90", "4.10"]
+    assert relative.lines[0][2] == "0.95x"
+
+
+def test_csv_holds_every_field(tmp_path: Path) -> None:
+    rows = [timed_row("cute_attn", 1000.0, rounds=7), timed_row("fa3", 500.0)]
+    report.write_csv(tmp_path / "x.csv", rows)
+    with open(tmp_path / "x.csv", newline="") as file:
+        found = list(csv.DictReader(file))
+    assert list(found[0]) == [*record.ROW_FIELDS, "rounds"]
+    assert float(found[1]["tflops"]) == 500.0 and found[1]["recipe"] == "" and found[0]["rounds"] == "7"
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.plot(tmp_path / "speed.png", made_up_rows(), "title")
+    error = record.make_row(
+        provider="cute_attn", phase="accuracy_total", dtype="fp8", recipe="fp8", rel_rmse=0.1, input="x"
+    )
+    report.plot(tmp_path / "error.svg", [error, error | {"recipe": "naive", "rel_rmse": 0.2}], "title")
+    assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
+    assert "<svg" in (tmp_path / "error.svg").read_text()
+    with pytest.raises(ValueError, match="nothing to draw"):
+        report.plot(tmp_path / "none.png", [], "title")
+
+
+def test_plot_without_matplotlib_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        cli.main(["--plot", "x.png"])
+    assert "pip install 'cute-attn[plot]'" in capsys.readouterr().err
+
+
+# --- figures
+
+
+def kernel_figures(config: Any, **changes: Any) -> SimpleNamespace:
+    counts = {"QGMMA": 24, "UTMALDG": 5, "MUFU": 12, "MUFU.EX2": 8, "LDL": 0, "STL": 0}
+    values = {
+        "name": config.name,
+        "registers": 168,
+        "stack_bytes": 0,
+        "spill_store_bytes": 0,
+        "spill_load_bytes": 0,
+        "smem_bytes": 100 * 1024,
+        "serialized_wgmma": False,
+        "counts": counts,
+        "total": 2000,
+        "compile_seconds": 1.5,
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+def test_tile_steps_count_what_the_mask_leaves() -> None:
+    case = cases.Case(1, 1024, 1024, 2, 2, 128, True)
+    full = FwdConfig(128, 128, 256, 2, "e4m3", "code", False, "bf16", overlap=False, pingpong=False)
+    assert figures.tile_steps(full, case) == 2 * 8 * 4
+    assert figures.tile_steps(FWD, case) == 2 * (1 + 1 + 2 + 2 + 3 + 3 + 4 + 4)
+    # 100 queries at the end of 300 keys see 201 to 300 of them; 300 queries over 100 keys: 200 rows see none
+    assert figures.tile_steps(FWD, cases.Case(1, 100, 300, 1, 1, 128, True)) == 2
+    assert figures.tile_steps(FWD, cases.Case(1, 300, 100, 1, 1, 128, True)) == 0 + 1 + 1
+
+
+def test_roofline_arithmetic() -> None:
+    case = cases.Case(1, 1024, 1024, 2, 2, 128, True)
+    # 128 / 32 + 256 / 32 = 12 WGMMA instructions a step, 24 in the code: two copies of 1200 instructions
+    assert figures.step_copies(FWD, {"QGMMA": 24}) == 2
+    assert figures.step_copies(FWD, {"QGMMA": 16, "IGMMA": 8}) == 2
+    bounds = figures.forward_roofline(FWD, case, {"QGMMA": 24, "MUFU": 12}, 2400)
+    steps, clock = 40, 132 * 1979e12 / (132 * 8192)
+    assert bounds.tensor_ms == pytest.approx(steps * 2 * 128 * 256 * (256 + 8) / 1979e12 * 1e3)
+    assert bounds.issue_ms == pytest.approx(steps * 2 * 1200 / clock * 1e3)
+    assert bounds.mufu_ms == pytest.approx(steps * 2 * 6 * 8 / clock * 1e3)
+    elements = 1024 * 2 * 128
+    assert bounds.hbm_ms == pytest.approx((5 * elements + 4 * (2 * 2048 + 2 * 16 + 2 * 4)) / 4.8e12 * 1e3)
+    assert bounds.unit == "issue" and bounds.ms == bounds.issue_ms
+    blind = figures.forward_roofline(FWD, case, {}, None)
+    assert blind.issue_ms is None and blind.mufu_ms is None and blind.unit in ("tensor", "HBM")
+
+
+def test_quantiser_bytes() -> None:
+    case = cases.Case(1, 512, 512, 4, 2, 128, False)
+    scales = 4 * 512 + 2 * 8 + 2 * 2
+    assert figures.quantize_bytes(QUANTIZE, case) == 3 * 512 * 128 * (4 + 2 * 2) + 4 * (scales + 4 * 512)
+    transpose = QuantizeConfig(128, "e4m3", "e4m3", "token", "block64", "block", rotate=False, smooth=False)
+    assert figures.quantize_bytes(transpose, case) == 2 * 512 * 128 * 2
+
+
+def test_figure_rows_and_grids() -> None:
+    shapes = {(128, causal): cases.Case(1, 16384, 16384, 16, 16, 128, causal) for causal in (False, True)}
+    configs = [FWD, FWD, QUANTIZE]
+    found = [kernel_figures(FWD), "RuntimeError: ptxas said no", kernel_figures(QUANTIZE, counts={"MUFU": 3})]
+    rows = figures.figure_rows(configs, found, shapes)
+    record.validate(meta(), rows)
+    assert rows[0]["ms"] is None and rows[0]["QGMMA"] == 24 and rows[0]["mufu_ex2"] == 8
+    assert rows[0]["implied_tflops"] == pytest.approx(shapes[128, True].flops / rows[0]["implied_ms"] / 1e9)
+    assert (rows[1]["status"], rows[1]["reason"]) == ("failed", "RuntimeError: ptxas said no")
+    assert rows[2]["implied_bound"] == "HBM" and rows[2]["causal"] is None
+    forward, quantisers = figures.figure_grids(rows)
+    assert "implied, not measured" in forward.title
+    assert forward.lines[0][:4] == [FWD.name, "168", "0", "100"]
+    assert len(forward.lines[1]) == len(forward.headers) and forward.lines[1][1] == "failed"
+    assert quantisers.lines[0][0] == QUANTIZE.name
+
+
+def test_inspect_all_survives_a_worker_that_dies() -> None:
+    # A stand-in for a configuration is a call; the second one ends its process as a compiler abort would.
+    configs: list[Any] = [
+        functools.partial(int, 1),
+        functools.partial(os._exit, 3),
+        functools.partial(int, 2),
+    ]
+    done: list[None] = []
+    found = figures.inspect_all(
+        configs, jobs=1, inspect=operator.methodcaller("__call__"), on_done=lambda: done.append(None)
+    )
+    assert found == [1, "the compiler process died", 2]
+    assert len(done) == 3
+
+
+# --- whole command
+
+
+def small_inputs(device: str = "cpu") -> list[Any]:
+    from cute_attn.bench.data import LayerTensors
+
+    case = cases.Case(1, 70, 70, 2, 1, 64, True)
+    return [LayerTensors("tiny", *cases.make_inputs(case, torch.bfloat16, device), source="synthetic")]
+
+
+def stub_kernels(monkeypatch: pytest.MonkeyPatch, configs: list[Any], result: Any) -> None:
+    from cute_attn import compile as compiler
+
+    monkeypatch.setattr(compiler, "configurations", lambda: configs, raising=False)
+    monkeypatch.setattr(figures, "inspect_all", lambda found, **_: [result(config) for config in found])
+    monkeypatch.setattr("cute_attn.bench.data.default_inputs", small_inputs)
+
+
+def test_run_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(cli, "hopper_device", lambda: (False, "no CUDA GPU is visible to torch"))
+    stub_kernels(monkeypatch, [FWD, QUANTIZE], kernel_figures)
+    files = {name: tmp_path / f"x.{name}" for name in ("json", "csv", "markdown", "plot")}
+    files["plot"] = tmp_path / "x.png"
+    words = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("No Hopper GPU: no CUDA GPU is visible to torch.")
+    assert "EMULATOR" in text and "tiny" in text and "implied, not measured" in text and FWD.name in text
+    found = record.read(files["json"])
+    assert {row["phase"] for row in found.rows} == {"accuracy_total", "accuracy_kernel", "figures"}
+    errors = {row["recipe"]: row for row in found.rows if row["phase"] == "accuracy_total"}
+    assert list(errors) == ["naive", "paper", "fp8", "accurate"]
+    assert all(row["backend"] == "emulator" and row["rel_rmse"] > 0 for row in errors.values())
+    assert errors["accurate"]["rmse"] < errors["naive"]["rmse"]
+    assert len(files["csv"].read_text().splitlines()) == 1 + len(found.rows)
+    markdown = files["markdown"].read_text()
+    assert "No Hopper GPU" in markdown and "| tiny | naive | emulator |" in markdown and FWD.name in markdown
+    assert files["plot"].read_bytes()[:4] == b"\x89PNG"
+
+
+def test_run_without_a_gpu_reports_failures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "hopper_device", lambda: (False, "no CUDA GPU is visible to torch"))
+    stub_kernels(monkeypatch, [FWD], lambda config: "RuntimeError: ptxas said no")
+    assert cli.main(["--report", "figures", "--dtype", "bf16"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "no 16-bit kernel yet" in text and f"{FWD.name}: RuntimeError: ptxas said no" in text
+    assert "1 results of cute_attn are missing or wrong" in text
+
+
+def test_run_on_a_hopper_gpu_times_the_grid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "hopper_device", lambda: (True, "a GPU of this test"))
+    seen: list[tuple[str, int, bool]] = []
+
+    def time_cell(case: cases.Case, group: list[peers.Contender], **options: Any) -> list[dict[str, Any]]:
+        assert options == {"rounds": 2, "min_batch_ms": 5.0}
+        seen.append((group[0].phase, case.seqlen_k, case.causal))
+        return [
+            timed_row(
+                c.provider, 900.0, dtype=c.dtype, phase=c.phase, recipe=c.recipe, tbps=3.0, **case.fields
+            )
+            for c in group
+        ]
+
+    monkeypatch.setattr(timing, "time_cell", time_cell)
+    path = tmp_path / "x.json"
+    words = "--report speed --seqlen 512,1024 --head-dim 128 --phase forward,quantize --rounds 2 --recipe fp8"
+    assert cli.main([*words.split(), "--json", str(path)]) == 0
+    assert seen == [(p, n, c) for c in (False, True) for n in (512, 1024) for p in ("forward", "quantize")]
+    found = record.read(path)
+    assert {row["recipe"] for row in found.rows if row["provider"] == "cute_attn"} == {"fp8"}
+    assert found.meta["command"].endswith(f"{words} --json {path}")
+    text = capsys.readouterr().out
+    assert "Forward, prepared operands to output: TFLOP/s" in text and "best of the cell" in text
+
+
+def test_a_lost_device_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "hopper_device", lambda: (True, "a GPU of this test"))
+
+    def time_cell(case: cases.Case, group: list[peers.Contender], **_: Any) -> list[dict[str, Any]]:
+        lost = timing.DeviceLost("CUDA error: an illegal memory access was encountered")
+        lost.rows = [
+            timed_row("cute_attn", 900.0, ms=None, tflops=None, status="failed", reason="illegal access")
+        ]
+        raise lost
+
+    monkeypatch.setattr(timing, "time_cell", time_cell)
+    assert cli.main(["--report", "all", "--seqlen", "512"]) == 1
+    text = capsys.readouterr().out
+    assert "The CUDA context was lost" in text and "illegal access" in text
+    assert "Error of 8-bit attention" not in text
+
+
+def test_kernel_error_by_length_runs_on_any_backend() -> None:
+    rows = lengths.measure(
+        ["fp8"], lengths=(1, 300), head_dims=(64,), v_means=(0.5,), backends=("emulator",), device="cpu"
+    )
+    record.validate(meta(), rows)
+    assert [row["seqlen_k"] for row in rows] == [1, 300]
+    assert all(row["phase"] == "accuracy_kernel" and row["status"] == "ok" for row in rows)
+    assert rows[0]["rel_rmse"] < 0.005 and rows[1]["rel_rmse"] < 0.01
+    grid = report.error_grid(rows)
+    assert grid is not None and grid.lines[0][:4] == ["fp8", "64", "0.5", "emulator"]

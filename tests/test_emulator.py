@@ -1,0 +1,603 @@
+"""The emulator of the forward kernel against float64 attention of the same quantised inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cute_attn.emulator import CODE_OFFSET, HUGE_LOGIT, LSE_BIAS, _hopper_matmul, emulate_forward, p_code
+from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV, from_fp8, quantize_reference
+
+E4M3 = torch.float8_e4m3fn
+NAMED = ["naive", "paper", "fp8", "accurate"]
+
+# The rounding of P: its greatest relative error, the root mean square of it (over a uniform fractional exponent, of
+# the mean-corrected ratio), and the greatest absolute error of a P * 2^8 too small for that bound.
+P_MAX_ERROR = {"code": 0.0781, "ex2": 0.0625}
+P_RMS_ERROR = {"code": 0.0317, "ex2": 0.0265}
+P_FLOOR = {"code": 2.0 ** ((0.5 - CODE_OFFSET) / 8 + 8), "ex2": 2.0**-10}
+
+
+@dataclasses.dataclass
+class Exact:
+    """float64 attention of what the codes stand for; spread is sum of w |v - out|, noise the root of sum (w (v - out))^2."""
+
+    out: Tensor  # (b, sq, h, d)
+    lse: Tensor  # (b, h, sq)
+    spread: Tensor
+    noise: Tensor
+    floor: Tensor  # (b, sq, h, d) sum of |v - out| over the softmax sum relative to the row maximum
+    keys: Tensor  # (sq,) visible keys
+
+
+def exact_attention(qkv: QuantizedQKV, causal: bool = False, softmax_scale: float | None = None) -> Exact:
+    q, k, v = qkv.dequantize()
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
+    seen = (j <= i + seqlen_k - seqlen_q) if causal else (j <= i + seqlen_k)
+    scores = scores.masked_fill(~seen, -math.inf)
+    lse = scores.logsumexp(dim=-1)
+    w = (scores - lse[..., None]).exp().masked_fill(~seen, 0.0)  # NaN of rows without keys too
+    out = torch.einsum("bhij,bjhd->bihd", w, v)
+    away = (v[:, None] - out[:, :, None]).abs()  # (b, i, j, h, d)
+    spread = torch.einsum("bhij,bijhd->bihd", w, away)
+    noise = torch.einsum("bhij,bijhd->bihd", w**2, away**2).sqrt()
+    relative = w.amax(dim=-1).transpose(1, 2)[..., None]  # 1 / softmax sum relative to the maximum
+    floor = torch.einsum("ij,bijhd->bihd", seen.double(), away) * relative
+    if qkv.q_dot_mean is not None:
+        lse = lse + qkv.q_dot_mean.double() * scale
+    return Exact(out, lse, spread, noise, floor, seen.sum(dim=-1))
+
+
+def rms(x: Tensor) -> float:
+    return float(x.double().pow(2).mean().sqrt())
+
+
+def check_against_exact(qkv: QuantizedQKV, out: Tensor, lse: Tensor, exact: Exact) -> None:
+    """Bounds that follow from the rounding of P alone, for every element; `out` is float32."""
+    p = qkv.recipe.p_rounding
+    worst = P_MAX_ERROR[p] * exact.spread / (1 - P_MAX_ERROR[p])
+    worst = worst + P_FLOOR[p] * 2.0 ** (0.5 - 8) * exact.floor / (1 - P_MAX_ERROR[p])
+    magnitude = qkv.dequantize()[2].abs().amax() if qkv.seqlen_k else 0.0
+    excess = (out.double() - exact.out).abs() - worst
+    assert float(excess.max()) <= 1e-5 * float(magnitude)
+    empty = exact.keys == 0
+    assert (out[:, empty] == 0).all() and (lse[..., empty] == -math.inf).all()
+    got, want = lse[..., ~empty].double(), exact.lse[..., ~empty]
+    low, high = math.log(1 - P_MAX_ERROR[p]), math.log(1 + P_MAX_ERROR[p])
+    bias = LSE_BIAS if p == "code" else 0.0
+    lost = (
+        P_FLOOR[p] * 2.0 ** (0.5 - 8) * exact.keys[~empty] / (1 - P_MAX_ERROR[p])
+    )  # tiny P, at most so many
+    slack = 1e-5 * (1 + want.abs())
+    assert ((got - want >= low - bias - lost - slack) & (got - want <= high - bias + slack)).all()
+
+
+def make(
+    recipe: str | Fp8Recipe,
+    batch: int = 1,
+    seqlen_q: int = 64,
+    seqlen_k: int = 300,
+    heads_q: int = 2,
+    heads_k: int = 1,
+    head_dim: int = 64,
+    v_mean: float = 0.0,
+) -> QuantizedQKV:
+    q = torch.randn(batch, seqlen_q, heads_q, head_dim).bfloat16()
+    k = (torch.randn(batch, seqlen_k, heads_k, head_dim) + torch.randn(head_dim)).bfloat16()
+    v = (torch.randn(batch, seqlen_k, heads_k, head_dim) + v_mean).bfloat16()
+    return quantize_reference(q, k, v, PRESETS[recipe] if isinstance(recipe, str) else recipe)
+
+
+# -- P ---------------------------------------------------------------------------------------------------------------
+
+
+def test_p_code_is_the_low_byte_of_float16_plus_1024() -> None:
+    """The kernel adds 1024 in float16, whose spacing there is 1, and takes the low byte."""
+    z = torch.cat(
+        (torch.linspace(-20, 126.4, 200_001), torch.arange(0, 126.5, 1 / 64), torch.tensor([-math.inf]))
+    )
+    half = z.half().clamp(min=0)
+    want = (half + torch.tensor(1024.0, dtype=torch.float16)).view(torch.int16) & 0xFF
+    assert torch.equal(p_code(z), want.to(torch.uint8))
+
+
+def test_p_code_edges() -> None:
+    z = torch.tensor(
+        [-math.inf, -1.0, 0.5, 0.51, 1.5, 119.49, 119.65625, 126.4, 300.0, 1e30, math.inf, math.nan]
+    )
+    assert p_code(z).tolist() == [0, 0, 0, 1, 2, 120, 120, 126, 126, 126, 126, 0x7F]
+
+
+def test_p_code_is_near_exp2() -> None:
+    log2_p = torch.linspace(-13.9, 0.5, 100_000, dtype=torch.float64)
+    value = p_code((8 * log2_p + CODE_OFFSET).float()).view(E4M3).double()
+    ratio = value / torch.exp2(log2_p + 8)
+    assert ratio.max() - 1 <= P_MAX_ERROR["code"] and 1 - ratio.min() <= P_MAX_ERROR["code"]
+    assert ratio.max() - 1 >= 0.075  # the bound is not slack
+
+
+def test_lse_bias_is_the_mean_ratio() -> None:
+    z = torch.linspace(104 - 17 / 32, 120 - 17 / 32, 1_600_001, dtype=torch.float64)[:-1]
+    ratio = p_code(z.float()).view(E4M3).double() / torch.exp2((z - CODE_OFFSET) / 8 + 8)
+    assert abs(float(ratio.mean().log()) - LSE_BIAS) < 1e-6
+    assert abs(float(ratio.std() / ratio.mean()) - P_RMS_ERROR["code"]) < 1e-4
+
+
+# -- against float64 ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_forward_is_exact_attention_up_to_p(name: str, head_dim: int, causal: bool) -> None:
+    qkv = make(name, batch=2, seqlen_q=70, seqlen_k=300, heads_q=4, heads_k=2, head_dim=head_dim)
+    out, lse = emulate_forward(qkv, causal=causal, out_dtype=torch.float32)
+    assert out.shape == (2, 70, 4, head_dim) and lse.shape == (2, 4, 70) and lse.dtype == torch.float32
+    exact = exact_attention(qkv, causal)
+    check_against_exact(qkv, out, lse, exact)
+    # Not only within the worst case: the error has the size that rounding P alone gives.
+    measured = rms(out - exact.out) / (P_RMS_ERROR[qkv.recipe.p_rounding] * rms(exact.noise))
+    assert 0.8 < measured < 1.2
+
+
+@given(
+    name=st.sampled_from(NAMED),
+    seqlen_q=st.integers(1, 80),
+    seqlen_k=st.integers(1, 400),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 1), (6, 2)]),
+    causal=st.booleans(),
+    tile_n=st.sampled_from([64, 128, 256]),
+    tile_m=st.sampled_from([16, 64, 128, 192]),
+    row_chunk=st.sampled_from([None, 7, 64]),
+    softmax_scale=st.sampled_from([None, 0.01, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+@settings(deadline=None, max_examples=60)
+def test_any_shape(
+    name: str,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads: tuple[int, int],
+    causal: bool,
+    tile_n: int,
+    tile_m: int,
+    row_chunk: int | None,
+    softmax_scale: float | None,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    qkv = make(name, 1, seqlen_q, seqlen_k, *heads, head_dim=32)
+    out, lse = emulate_forward(
+        qkv,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        tile_m=tile_m,
+        tile_n=tile_n,
+        out_dtype=torch.float32,
+        row_chunk=row_chunk,
+    )
+    check_against_exact(qkv, out, lse, exact_attention(qkv, causal, softmax_scale))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_chunks_and_row_blocks_change_nothing(causal: bool) -> None:
+    qkv = make("accurate", batch=2, seqlen_q=300, seqlen_k=333, heads_q=4, heads_k=2)
+    out, lse = emulate_forward(qkv, causal=causal, out_dtype=torch.float32)
+    for chunk, tile_m in ((1 << 20, 128), (50, 128), (128, 64), (33, 192)):
+        other, other_lse = emulate_forward(
+            qkv, causal=causal, out_dtype=torch.float32, row_chunk=chunk, tile_m=tile_m
+        )
+        torch.testing.assert_close(other, out, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(other_lse, lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["paper", "accurate"])
+def test_tile_n_matters_only_by_rounding(name: str) -> None:
+    """The reference of a row is an integer, so tiles of another width move codes by whole octaves only."""
+    qkv = make(name, seqlen_q=128, seqlen_k=2000)
+    exact = exact_attention(qkv)
+    results = [emulate_forward(qkv, tile_n=n, out_dtype=torch.float32) for n in (64, 128, 256)]
+    error = rms(results[0][0] - exact.out)
+    for out, lse in results[1:]:
+        assert rms(out - results[0][0]) < 0.1 * error
+        assert (lse - results[0][1]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_lse_has_no_bias(name: str) -> None:
+    qkv = make(name, seqlen_q=256, seqlen_k=2048)
+    error = emulate_forward(qkv)[1].double() - exact_attention(qkv).lse
+    assert abs(float(error.mean())) < 1.5e-3 and float(error.abs().max()) < 0.02
+
+
+def test_out_dtype_is_one_rounding() -> None:
+    qkv = make("fp8")
+    wide = emulate_forward(qkv, out_dtype=torch.float32)[0]
+    assert emulate_forward(qkv)[0].dtype == torch.bfloat16
+    assert torch.equal(emulate_forward(qkv)[0], wide.bfloat16())
+    assert torch.equal(emulate_forward(qkv, out_dtype=torch.float16)[0], wide.half())
+
+
+def test_fp8_descales_serve_their_group() -> None:
+    q, k, v = (torch.randn(2, n, h, 64).to(E4M3) for n, h in ((40, 6), (200, 2), (200, 2)))
+    qkv = from_fp8(q, k, v, *(torch.rand(2, 2) * 2 + 0.1 for _ in range(3)))
+    out, lse = emulate_forward(qkv, out_dtype=torch.float32)
+    check_against_exact(qkv, out, lse, exact_attention(qkv))
+    alone = from_fp8(
+        q[1:, :, 3:4],
+        k[1:, :, 1:],
+        v[1:, :, 1:],
+        qkv.q_scale[1:, 3:4, 0],
+        qkv.k_scale[1:, 1:, 0],
+        qkv.v_scale[1:, 1:, 0],
+    )
+    torch.testing.assert_close(
+        emulate_forward(alone, out_dtype=torch.float32)[0], out[1:, :, 3:4], rtol=1e-5, atol=1e-6
+    )
+
+
+# -- masks and empty rows ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 130), (256, 3), (5, 1), (130, 400)])
+def test_causal_is_bottom_right(name: str, seqlen_q: int, seqlen_k: int) -> None:
+    qkv = make(name, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=64)
+    out, lse = emulate_forward(qkv, causal=True, out_dtype=torch.float32)
+    exact = exact_attention(qkv, causal=True)
+    assert int((exact.keys == 0).sum()) == max(seqlen_q - seqlen_k, 0)
+    check_against_exact(qkv, out, lse, exact)
+    if seqlen_q >= seqlen_k:  # the first row with a key has only that one: its output is that value
+        v = qkv.dequantize()[2]
+        torch.testing.assert_close(out[:, seqlen_q - seqlen_k, 0], v[:, 0, 0].float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
+def test_empty_tensors(shape: tuple[int, int, int]) -> None:
+    qkv = make("accurate", *shape)
+    out, lse = emulate_forward(qkv, causal=True)
+    assert out.shape == (shape[0], shape[1], 2, 64) and (out == 0).all()
+    assert lse.shape == (shape[0], 2, shape[1]) and (lse == -math.inf).all()
+
+
+# -- extreme logits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("keys", [1, 300])
+def test_very_negative_logits_are_not_masked(name: str, keys: int) -> None:
+    """A raw score of -524288 at head_dim 128: no finite stand-in for -inf may swallow it."""
+    q = torch.full((1, 1, 32, 128), 64.0).bfloat16()
+    v = torch.ones(1, keys, 32, 128).bfloat16()
+    qkv = quantize_reference(q, torch.full_like(v, -64.0), v, PRESETS[name])
+    out, lse = emulate_forward(qkv)
+    assert (out == 1.0).all()
+    want = -524288 / math.sqrt(128) + math.log(keys)
+    # One key: P itself is rounded, so exp(lse) may be off by its greatest error, and lse by its last float32 bits.
+    assert (lse - want).abs().max() <= P_MAX_ERROR[qkv.recipe.p_rounding] + LSE_BIAS + 0.01
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("keys", [1, 200])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_huge_equal_inputs(name: str, keys: int, sign: float) -> None:
+    """Logits of 1.4e11: the maximum and the fused exponent must round alike, else P is 0 or beyond e4m3."""
+    big = torch.full((1, keys, 1, 64), 133120.0).bfloat16()
+    qkv = quantize_reference(big[:, :1] * sign, big, big, PRESETS[name])
+    out, lse = emulate_forward(qkv)
+    assert (out == 133120.0).all()
+    torch.testing.assert_close(lse, torch.full_like(lse, sign * 133120.0**2 * 8), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("log2_logit", [12, 18, 21, 22, 23, 30, 60])
+def test_large_distinct_logits_pick_the_right_keys(name: str, log2_logit: int) -> None:
+    """Softmax of huge logits is a hard maximum: each row returns a value whose logit ties with the greatest."""
+    torch.manual_seed(log2_logit)
+    q, k = torch.randn(1, 40, 1, 64), torch.randn(1, 500, 1, 64)
+    scale = 2.0 ** ((log2_logit - 2) / 2)
+    v = torch.randn(1, 500, 1, 64).bfloat16()
+    qkv = quantize_reference((q * scale).bfloat16(), (k * scale).bfloat16(), v, PRESETS[name])
+    out, lse = emulate_forward(qkv, out_dtype=torch.float32)
+    dq, dk, dv = (x[0, :, 0] for x in qkv.dequantize())
+    scores = dq @ dk.T / 8
+    best = scores.amax(dim=-1, keepdim=True)
+    # Keys within the rounding of float32 logits of the maximum (and those with a real share) may take part.
+    near = scores >= best - 20 - 4 * 2.0**-22 * scores.abs().amax()
+    inside = (out[0, :, 0] - dv[scores.argmax(dim=-1)].float()).abs().amax(dim=-1) < 1e-3
+    only = near.sum(dim=-1) == 1
+    assert int(only.sum()) > 5
+    assert bool(inside[only].all())
+    assert bool(out.isfinite().all()) and bool(lse.isfinite().all())
+    exact = exact_attention(qkv)
+    error = (lse.double() - exact.lse).abs()
+    assert bool((error <= 0.1 + 2.0**-20 * scores.abs().amax()).all())
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_around_the_huge_threshold(name: str) -> None:
+    """One row just below and one above 2^22: a value in between would round by several codes if treated alike."""
+    recipe = dataclasses.replace(PRESETS[name], rotation="none", smooth_k=False)
+    for factor in (0.98, 0.999, 1.001, 1.02, 2.0):
+        x = math.sqrt(factor * HUGE_LOGIT * math.log(2) * 8 / 64)
+        q = torch.full((1, 1, 1, 64), x)
+        k = torch.full((1, 70, 1, 64), x)
+        v = torch.randn(1, 70, 1, 64)
+        qkv = quantize_reference(q, k, v, recipe)
+        out, _ = emulate_forward(qkv, out_dtype=torch.float32)
+        torch.testing.assert_close(
+            out, qkv.dequantize()[2].mean(dim=1, keepdim=True).float(), rtol=1e-5, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_tiny_scales_do_not_meet_the_mask(name: str) -> None:
+    """Scales whose product underflows: 0 * -inf must not make a masked score NaN."""
+    q, k, v = (torch.randn(1, 70, 1, 64) for _ in range(3))
+    qkv = quantize_reference((q * 1e-24).bfloat16(), (k * 1e-24).bfloat16(), v.bfloat16(), PRESETS[name])
+    out, lse = emulate_forward(qkv, causal=True, out_dtype=torch.float32)
+    check_against_exact(qkv, out, lse, exact_attention(qkv, causal=True))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_logits_beyond_float32_are_nan(sign: float) -> None:
+    x = torch.full((1, 10, 1, 64), 1e25)
+    out, lse = emulate_forward(quantize_reference(x * sign, x, torch.randn(1, 10, 1, 64), PRESETS["naive"]))
+    assert out.isnan().all() and lse.isnan().all()
+
+
+@pytest.mark.parametrize("logit_std", [0.25, 0.5, 1.0, 1.5, 2.0])
+def test_error_is_flat_over_logit_spread(logit_std: float) -> None:
+    """P lifted by 2^8 must never clip against a stale maximum: 8192 keys, values clamped to +-3."""
+    q, k, v = (torch.randn(1, n, 1, 128).clamp(-3, 3).to(E4M3) for n in (64, 8192, 8192))
+    qkv = from_fp8(q, k, v)
+    raw = (q[0, :, 0].double() @ k[0, :, 0].double().T).std()
+    scale = logit_std / float(raw)
+    out, _ = emulate_forward(qkv, softmax_scale=scale, out_dtype=torch.float32)
+    scores = (q[0, :, 0].double() @ k[0, :, 0].double().T) * scale
+    want = scores.softmax(dim=-1) @ v[0, :, 0].double()
+    assert 0.015 < rms(out[0, :, 0] - want) / rms(want) < 0.04
+
+
+# -- what may not happen silently --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_non_finite_input_makes_its_outputs_nan(name: str, where: str, bad: float) -> None:
+    tensors = {
+        "q": torch.randn(2, 200, 2, 64),
+        "k": torch.randn(2, 700, 2, 64),
+        "v": torch.randn(2, 700, 2, 64),
+    }
+    tensors[where][1, 150, 0, 9] = bad
+    qkv = quantize_reference(*tensors.values(), PRESETS[name])  # type: ignore[call-arg]
+    out, lse = emulate_forward(qkv, tile_n=64)
+    rows = slice(150, 151) if where == "q" else slice(None)
+    assert out[1, rows, 0].isnan().all()
+    if where != "v":
+        assert lse[1, 0, rows].isnan().all()
+    if name != "naive":  # one scale for all spreads it to all
+        assert out[0].isfinite().all() and out[1, :, 1].isfinite().all()
+    if where == "q" and PRESETS[name].q_scale == "token":
+        assert out[1, :150].isfinite().all() and out[1, 151:].isfinite().all()
+
+
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_causal_rows_before_a_non_finite_block_are_clean(where: str) -> None:
+    tensors = [torch.randn(1, 512, 1, 64) for _ in range(3)]
+    tensors["qkv".index(where)][0, 500] = math.nan
+    out, lse = emulate_forward(quantize_reference(*tensors, PRESETS["paper"]), causal=True)
+    assert out[0, :256].isfinite().all() and lse[..., :256].isfinite().all()
+    assert out[0, 500:].isnan().all()
+
+
+def test_rows_without_keys_stay_empty_beside_nan() -> None:
+    q, k, v = (torch.randn(1, n, 1, 64) for n in (100, 40, 40))
+    k[0, 3], v[0, 5] = math.nan, math.inf
+    out, lse = emulate_forward(quantize_reference(q, k, v, PRESETS["fp8"]), causal=True)
+    assert (out[0, :60] == 0).all() and (lse[..., :60] == -math.inf).all()
+    assert out[0, 60:].isnan().all()
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("zero", ["v channel", "v", "q", "k"])
+def test_zero_tensors(name: str, zero: str) -> None:
+    q, k, v = (torch.randn(1, 300, h, 128).bfloat16() for h in (8, 2, 2))
+    if zero == "v channel":
+        v[:, :, 0, 5] = 0
+    else:
+        {"q": q, "k": k, "v": v}[zero].zero_()
+    qkv = quantize_reference(q, k, v, PRESETS[name])
+    out, lse = emulate_forward(qkv, out_dtype=torch.float32)
+    check_against_exact(qkv, out, lse, exact_attention(qkv))
+    if zero == "v channel":
+        assert (out[:, :, :4, 5] == 0).all() and (out[:, :, 4:, 5] != 0).all()
+    elif zero == "v":
+        assert (out == 0).all()
+    else:
+        mean = qkv.dequantize()[2].mean(dim=1, keepdim=True).repeat_interleave(4, dim=2).float()
+        torch.testing.assert_close(out, mean.expand_as(out), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lse, torch.full_like(lse, math.log(300)), rtol=0, atol=0.09)
+
+
+def test_v_scales_may_jump_between_blocks() -> None:
+    q, k, v = (torch.randn(1, n, 1, 64) for n in (64, 1200, 1200))
+    for block, size in enumerate((1e-3, 1e4, 0.0, 1.0, 1e-6)):
+        v[:, 256 * block : 256 * block + 256] *= size
+    qkv = quantize_reference(q, k, v, PRESETS["accurate"])
+    for tile_n in (64, 128, 256):
+        out, lse = emulate_forward(qkv, causal=True, tile_n=tile_n, out_dtype=torch.float32)
+        check_against_exact(qkv, out, lse, exact_attention(qkv, causal=True))
+
+
+# -- smoothing and rotation --------------------------------------------------------------------------------------------
+
+
+def test_smoothing_leaves_output_and_lse() -> None:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(1, n, 2, 64).half() for n in (64, 500, 500))
+    k = (k + 3 * torch.randn(64)).half()  # a strong common key
+    wide = QuantizedQKV(  # float32 in place of codes: smoothing alone, without quantisation
+        q.float(),
+        k.float(),
+        quantize_reference(q, k, v, PRESETS["accurate"]).vt,
+        torch.ones(1, 2, 64),
+        torch.ones(1, 2, 8),
+        torch.ones(1, 2, 2),
+        None,
+        500,
+        PRESETS["fp8"],
+        torch.float16,
+    )
+    mean = k[:, ::16].float().mean(dim=1)
+    dot = torch.einsum("bshd,bhd->bhs", q.float(), mean)
+    smooth = dataclasses.replace(wide, k=k.float() - mean[:, None], q_dot_mean=dot)
+    exact = exact_attention(wide)
+    for qkv in (wide, smooth):
+        out, lse = emulate_forward(qkv, out_dtype=torch.float32)
+        check_against_exact(wide, out, lse, exact)
+    # With quantisation, it takes the common key out of the scale: most of the error goes.
+    reference = torch.einsum("bhij,bjhd->bihd", exact_weights(q, k), v.double())
+    errors = []
+    for smooth_k in (False, True):
+        recipe = dataclasses.replace(PRESETS["fp8"], rotation="none", smooth_k=smooth_k)
+        qkv = quantize_reference(q, k, v, recipe)
+        out, lse = emulate_forward(qkv, out_dtype=torch.float32)
+        errors.append(rms(out - reference))
+        if smooth_k:
+            scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 8
+            assert (lse - scores.logsumexp(dim=-1)).abs().max() < 0.1
+    assert errors[1] < 0.6 * errors[0]
+
+
+def exact_weights(q: Tensor, k: Tensor) -> Tensor:
+    return (torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / math.sqrt(q.shape[-1])).softmax(dim=-1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_order_of_the_presets_on_outliers(head_dim: int) -> None:
+    """N(0, 1) + N(0, 100) * Bernoulli(0.001), the paper's distribution (arXiv 2407.08608, section 4.3)."""
+
+    def outliers() -> Tensor:
+        shape = (1, 1024, 2, head_dim)
+        return (torch.randn(shape) + 10 * torch.randn(shape) * (torch.rand(shape) < 0.001)).bfloat16()
+
+    q, k, v = outliers(), outliers(), outliers()
+    reference = torch.einsum("bhij,bjhd->bihd", exact_weights(q, k), v.double())
+    error = {}
+    for name in NAMED:
+        out, _ = emulate_forward(quantize_reference(q, k, v, PRESETS[name]), out_dtype=torch.float32)
+        error[name] = rms(out - reference)
+    assert error["naive"] > 1.3 * error["fp8"] and error["naive"] > 1.3 * error["paper"]
+    assert error["fp8"] > 1.4 * error["accurate"]
+
+
+# -- accumulation ------------------------------------------------------------------------------------------------------
+
+
+def test_hopper_matmul_is_its_definition() -> None:
+    """Against integer arithmetic of Python, element by element."""
+    codes = torch.randint(0, 256, (2, 7, 70), dtype=torch.uint8)
+    a = codes.masked_fill(codes & 0x7F == 0x7F, 0).view(E4M3).float()
+    b = (torch.randn(2, 70, 5) * 3).to(E4M3).float()
+    a[0, 0], b[1, :, 0] = 0, 0
+    acc = torch.randn(2, 7, 5) * 1000
+    got = _hopper_matmul(a, b, acc)
+    for z in range(2):
+        for i in range(7):
+            for j in range(5):
+                total = float(acc[z, i, j])
+                for start in (0, 32, 64):
+                    terms = [
+                        float(x) * float(y)
+                        for x, y in zip(a[z, i, start : start + 32], b[z, start : start + 32, j])
+                    ]
+                    terms.append(total)
+                    top = max(abs(t) for t in terms)
+                    unit = 2.0 ** (math.frexp(top)[1] - 1 - 13) if top else 1.0
+                    total = sum(math.trunc(t / unit) for t in terms) * unit
+                assert float(got[z, i, j]) == total
+
+
+def test_hopper_matmul_keeps_nan() -> None:
+    a = torch.ones(1, 64)
+    a[0, 3] = math.nan
+    assert _hopper_matmul(a, torch.ones(64, 2)).isnan().all()
+    assert torch.equal(_hopper_matmul(torch.ones(1, 64), torch.ones(64, 2)), torch.full((1, 2), 64.0))
+
+
+def kernel_error(qkv: QuantizedQKV, **options: object) -> float:
+    """Error relative to the rms of the exact output of the same codes."""
+    want = exact_weights(*qkv.dequantize()[:2])
+    want = torch.einsum("bhij,bjhd->bihd", want, qkv.dequantize()[2])
+    out, _ = emulate_forward(qkv, out_dtype=torch.float32, **options)  # type: ignore[arg-type]
+    return rms(out - want) / rms(want)
+
+
+@pytest.mark.parametrize("name", ["fp8", "accurate"])
+def test_two_level_accumulation_survives_long_sequences(name: str) -> None:
+    """V of mean 0.5: one accumulator over all keys loses what is 13 bits below it; a fresh one a tile does not."""
+    one_level = []
+    for seqlen_k in (4096, 16384):
+        qkv = make(name, seqlen_q=8, seqlen_k=seqlen_k, heads_q=1, head_dim=64, v_mean=0.5)
+        float32 = kernel_error(qkv)
+        assert float32 < 0.005
+        assert kernel_error(qkv, accumulator="hopper") < 1.15 * float32 + 1e-4
+        assert kernel_error(qkv, two_level=False) < 1.01 * float32
+        one_level.append(kernel_error(qkv, accumulator="hopper", two_level=False))
+    assert 0.015 < one_level[0] < 0.05 and 0.06 < one_level[1] < 0.2
+
+
+def test_values_of_mean_one_half_stay_exact_at_length() -> None:
+    """The goal for the kernel: 0.5 % of the rms from 4096 keys on. Also one pass over many tiles."""
+    qkv = make("accurate", seqlen_q=4, seqlen_k=65536, heads_q=1, head_dim=64, v_mean=0.5)
+    assert kernel_error(qkv, tile_n=256) < 0.002
+
+
+def test_matmul_precision_is_restored() -> None:
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "tf32"
+        qkv = make("fp8")
+        out, _ = emulate_forward(qkv, out_dtype=torch.float32)
+        assert [backend.fp32_precision for backend in backends] == ["tf32", "tf32"]
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+    assert torch.equal(out, emulate_forward(qkv, out_dtype=torch.float32)[0])
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("softmax_scale", 0.0),
+        ("softmax_scale", -1.0),
+        ("softmax_scale", math.nan),
+        ("softmax_scale", math.inf),
+        ("tile_n", 96),
+        ("tile_m", 0),
+        ("accumulator", "fp16"),
+        ("row_chunk", 0),
+    ],
+)
+def test_bad_arguments_are_named(argument: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{argument} is .*; allowed: "):
+        emulate_forward(make("fp8", seqlen_q=2, seqlen_k=2), **{argument: value})  # type: ignore[arg-type]
