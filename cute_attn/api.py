@@ -355,6 +355,7 @@ def _plan_inputs(
         causal=validate.check_causal(causal),
         out_dtype=validate.check_out_dtype(out_dtype, q.dtype),
     )
+    validate.check_backend(backend, problem.capability)
     return _remember(key, make_plan(problem, backend))
 
 
@@ -384,6 +385,7 @@ def _plan_quantized(qkv: QuantizedQKV, causal: bool, backend: str, out_dtype: to
         causal=validate.check_causal(causal),
         out_dtype=validate.check_out_dtype(out_dtype, qkv.dtype),
     )
+    validate.check_backend(backend, problem.capability)
     return _remember(key, make_plan(problem, backend))
 
 

@@ -1,14 +1,17 @@
 """Emulation of the 8-bit forward kernel in torch, rounding by rounding.
 
-It runs the kernel's tile loop (online softmax, FlashAttention-2, arXiv 2307.08691, section 3.1) on the kernel's
-quantised inputs with the kernel's roundings of P, its two-level accumulation (SageAttention2, arXiv 2411.10958,
-section 3.2) and its row sums. It is the backend where there is no Hopper GPU and the second oracle of the kernel's
-tests: what it does not reproduce is only the order of float32 sums and the last bits of the hardware's exp2.
+It runs the kernel's tile loop (online softmax, FlashAttention-2, arXiv 2307.08691, Algorithm 1) on the
+kernel's quantised inputs, with the kernel's roundings of P, its two-level accumulation (SageAttention2, arXiv
+2411.10958) and its row sums. It is the backend where there is no Hopper GPU and the second
+oracle of the kernel's tests. What it does not reproduce is the order of sums inside a matmul, the fixed-point
+alignment of the tensor core unless asked (`accumulator`), and the last bits of the hardware's exp2.
 
-Arithmetic of one row, float32 unless said, key tiles of `tile_n` visited from the last one needed to the first:
+Arithmetic of one row, float32 unless said, tiles of `tile_n` keys visited from the last one needed to the
+first:
 
     scale_log2 = float32(softmax_scale * log2 e)
-    s_g    = max((q_scale * scale_log2) * k_scale_g, 2^-126)     g: group of 64 keys; int8: two lowest bits cleared
+    s_g    = max((q_scale * scale_log2) * k_scale_g, 2^-126)     g: group of 64 keys
+             int8: with its two lowest mantissa bits cleared
     S      = dot of the codes, -inf where masked
     m_tile = max over the groups of (max S) * s_g ;  rounded to an integer if |m_tile| < 2^22
     m      = max(m_old, m_tile) ;  corr = exp2(m_old - m), 0 if m_old = -inf ;  m counts as 0 where it is -inf
@@ -18,11 +21,12 @@ Arithmetic of one row, float32 unless said, key tiles of `tile_n` visited from t
     l      = l * corr + sum P                                    of the same rounded P
     out    = O v / l ;  lse = (m + log2 l - 8) ln 2 - LSE_BIAS + softmax_scale * q_dot_mean
 
-Every step multiplies P by 2^8: its largest value is then 2^8 * 2^0.5 at most, below e4m3's 448, and its smallest
-nonzero one about 2^-15 (code) or 2^-18 (ex2) of the largest.
+P is held times 2^8: its largest value is then 2^8.5, below e4m3's 448, and the smallest that does not become
+0 about 2^-15 (code) or 2^-18 (ex2) of the largest.
 
-Rows of huge logits: from |m| = 2^22 on, the rounding of S * s_g to float32 is worth whole codes, and a fused S * s_g - m
-could miss the maximum by any number of them. Such rows first replace S by float32(S * s_g) - m, then s_g by 1 and m by 0.
+Rows of huge logits: from |m| = 2^22 on, the rounding of S * s_g to float32 is worth whole codes, and a fused
+S * s_g - m could miss the maximum by any number of them. Such rows first replace S by float32(S * s_g) - m,
+then s_g by 1 and m by 0.
 """
 
 from __future__ import annotations
@@ -44,10 +48,10 @@ P_LOG2_SCALE: Final = 8.0
 """P is multiplied by 2 to this power before it is rounded to e4m3."""
 
 CODE_OFFSET: Final = 119.65625
-"""The e4m3 byte of 2^8 is 120; 119.65625 = 120 - 11/32 centres the error of reading the byte as a logarithm."""
+"""The e4m3 byte of 2^8 is 120; less 11/32, which centres the error of reading the byte as a logarithm."""
 
 HUGE_LOGIT: Final = 2.0**22
-"""Base-2 logits from this magnitude on are subtracted before they are scaled (see the module's docstring)."""
+"""Rows whose base-2 maximum has this magnitude or more are "rows of huge logits" (see the module)."""
 
 _SCALE_FLOOR: Final = 2.0**-126  # smallest normal: with s = 0 a masked -inf would become NaN
 _SLICE: Final = 32  # k extent of one 8-bit tensor-core instruction
@@ -61,12 +65,13 @@ _CUDA_BUDGET: Final = 1 << 26
 def _lse_bias() -> float:
     """log of the mean of (rounded P) / P of the code map, over a uniform fractional part of log2 P.
 
-    Softmax mass is spread over many values of log2 P, so that its fractional part z/8 mod 1 is close to uniform, and
+    Softmax mass is spread over many values of log2 P, so that its fractional part is close to uniform, and
     the row sum of the rounded P is the exact sum times the mean of the ratio over one period, eight codes.
-    The byte n is chosen for z within 1/2 of n; the float16 step before (its spacing is 1/16 for z in [64, 128)) moves
-    the ties to the even code, so that even n own n +- 17/32 and odd n own n +- 15/32. The ratio
+    The byte n is chosen for z within 1/2 of n; the float16 step before (its spacing is 1/16 for z in [64,
+    128)) gives ties to the even code, so that even n own n +- 17/32 and odd n own n +- 15/32. The ratio
     value(n) / 2^((z - 119.65625)/8 + 8) has an elementary integral. The period taken is 112..119, where
-    value(n) = 128 + 16 (n - 112); below z = 64 the spacing halves, which changes the result by less than 1e-4.
+    value(n) is 128 + 16 (n - 112); below z = 64 the spacing halves, which changes the result by less than
+    1e-4.
     """
     total = 0.0
     for n in range(112, 120):
@@ -77,7 +82,7 @@ def _lse_bias() -> float:
 
 
 LSE_BIAS: Final = _lse_bias()
-"""Natural log that the row sums of p_rounding="code" exceed the exact ones by, on average; subtracted from lse."""
+"""log(row sum of the rounded P / exact one) of p_rounding="code", on average; lse subtracts it."""
 
 
 def p_code(z: Tensor) -> Tensor:
@@ -89,8 +94,8 @@ def p_code(z: Tensor) -> Tensor:
         z: float32, any shape.
 
     Returns:
-        uint8 of that shape: float16(max(z, 0)) rounded to the nearest integer, ties to even; at most 126 (448.0);
-        0x7f (NaN) where z is NaN.
+        uint8 of that shape: float16(max(z, 0)) rounded to the nearest integer, ties to even; at most 126, the
+        byte of 448; 0x7f (NaN) where z is NaN.
     """
     rounded = z.clamp(min=0.0).to(torch.float16).float().round_().clamp_(max=126.0)
     return rounded.nan_to_num_(nan=127.0).to(torch.uint8)
@@ -99,7 +104,7 @@ def p_code(z: Tensor) -> Tensor:
 @contextmanager
 def _true_float32_matmul() -> Iterator[None]:
     """Turns TF32 and bf16 shortcuts of float32 matmuls off, and back to what they were."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
@@ -113,8 +118,8 @@ def _true_float32_matmul() -> Iterator[None]:
 def _hopper_matmul(a: Tensor, b: Tensor, acc: Tensor | None = None) -> Tensor:
     """acc + a @ b as Hopper's FP8 tensor core is observed to sum, float32.
 
-    For each slice of 32, the products and the running accumulator are aligned to the largest exponent among them,
-    cut toward zero 13 bits below it, and summed exactly.
+    For each slice of 32, the products and the running accumulator are aligned to the largest exponent among
+    them, cut toward zero 13 bits below it, and summed exactly.
 
     Args:
         a: (..., m, k) and b: (..., k, n), float32 values of e4m3 codes (their products are exact).
@@ -155,26 +160,29 @@ def emulate_forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention forward with the kernel's arithmetic, on CPU or CUDA tensors of any compute capability.
 
-    Memory beyond inputs and outputs is bounded by a fixed budget of one tile step, whatever the sequence lengths.
+    Memory beyond inputs and outputs is bounded by a fixed budget of one tile step, whatever the lengths.
 
     Args:
         qkv: quantised inputs.
         causal: key j is visible to query i iff j <= i + seqlen_k - seqlen_q.
         softmax_scale: finite and > 0; default 1/sqrt(head_dim).
-        tile_m: query rows that share a loop over key tiles. Changes results only where a tile that some row of the
-            block needs holds NaN or infinity in keys that another row must not see: that row becomes NaN too.
+        tile_m: query rows that share a loop over key tiles. Changes results only where a tile that some row
+            of the block needs holds NaN or infinity in keys that another row must not see: that one is NaN
+            too.
         tile_n: keys of one tile: 64, 128 or 256.
         out_dtype: default `qkv.dtype`.
-        two_level: a fresh accumulator for each tile, added to O in float32. False keeps one accumulator across all
-            tiles, to show what that does together with `accumulator="hopper"`.
-        accumulator: how a matmul sums. "fp32": float32. "hopper": a model of the reduced-precision accumulator of
-            Hopper's FP8 instructions, for both matmuls of e4m3 operands (int8 sums are exact); slow.
-        row_chunk: query rows of one pass; default from the memory budget. Does not change the arithmetic of a row.
+        two_level: a fresh accumulator for each tile, added to O in float32. False keeps one accumulator
+            across all tiles, to show what that does together with `accumulator="hopper"`.
+        accumulator: how a matmul sums. "fp32": float32. "hopper": a model of the reduced-precision
+            accumulator of Hopper's FP8 instructions, for both matmuls of e4m3 operands (int8 sums are exact);
+            slow.
+        row_chunk: query rows of one pass; default from the memory budget. The arithmetic of a row is the
+            same.
 
     Returns:
-        out (batch, seqlen_q, heads_q, head_dim) of `out_dtype`, and lse (batch, heads_q, seqlen_q) float32, natural
-        log. A row that sees no key has output 0 and lse -inf. A row that depends on a non-finite scale group, or
-        whose logits leave float32, is NaN.
+        out (batch, seqlen_q, heads_q, head_dim) of `out_dtype`, and lse (batch, heads_q, seqlen_q) float32,
+        natural log. A row that sees no key has output 0 and lse -inf. A row that depends on a non-finite
+        scale group, or whose logits leave float32, is NaN.
 
     Raises:
         ValueError: an argument is out of range; the message names it.

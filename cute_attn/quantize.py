@@ -1,24 +1,24 @@
 """Recipes, quantised tensors, and the torch reference of the quantiser.
 
-A *recipe* says how 16-bit Q, K and V become 8-bit operands: the scale granularity of each tensor, whether Q and K
-are rotated ("incoherent processing", FlashAttention-3, arXiv 2407.08608, section 3.3), whether the mean key is
-subtracted (SageAttention, arXiv 2410.02367, section 4.2), and which 8-bit type carries Q K^T.
+A *recipe* says how 16-bit Q, K and V become 8-bit operands: the scale granularity of each tensor, whether Q
+and K are rotated ("incoherent processing", FlashAttention-3, arXiv 2407.08608, section 3.3), whether the mean
+key is subtracted (SageAttention, arXiv 2410.02367), and which 8-bit type carries Q K^T.
 
-`quantize_reference` is the definition of the quantiser's arithmetic. Every operation is a single float32 operation
-rounded to nearest even, in a fixed order, so the device kernel can (and must) agree bit for bit:
+`quantize_reference` is the definition of the quantiser's arithmetic. Every operation is a single float32
+operation rounded to nearest even, in a fixed order, so the device kernel can (and must) agree bit for bit:
 
     x      = float32(input)
     x      = x - mean                          K only, with smooth_k
-    x      = FWHT(x * sign)                    Q and K, with rotation (unnormalised: 1/sqrt(head_dim) is in the scale)
+    x      = FWHT(x * sign)                    Q and K, with rotation; 1/sqrt(head_dim) is in the scale
     amax   = max |x| over the scale group
     a      = max(amax, 2^-100)
     inv    = QMAX / a                          IEEE division
     scale  = a * float32(norm / QMAX) + (a - a)
     code   = round(x * inv)                    e4m3 (QMAX 448) or int8 (QMAX 127), to nearest even, saturating
 
-A group of zeros has `inv = scale = 1`. `(a - a)` is zero for a finite group and NaN for any other, so a NaN or an
-infinity makes the scale of its group NaN, and every output that depends on the group is NaN: bad input stays visible
-and never becomes a plausible number.
+A group of zeros has `inv = scale = 1`. `(a - a)` is zero for a finite group and NaN for any other, so a NaN
+or an infinity makes the scale of its group NaN, and every output that depends on the group is NaN: bad input
+stays visible and never becomes a plausible number.
 
 Tensors are (batch, seqlen, heads, head_dim) unless said otherwise.
 """
@@ -71,15 +71,16 @@ PI: Final = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 With it the float32 accumulator registers of S, taken in order and converted, are the 8-bit A fragment of P.
 """
 
-# Below this amax a group is quantised as if its amax were this: QMAX / a stays finite and scales stay normal numbers.
+# A group of a smaller amax is quantised as if it had this one: QMAX / a stays finite, the scale a normal
+# number.
 _AMAX_FLOOR: Final = 2.0**-100
 # Rows of the sequence that static_amax transforms at a time, to bound its float32 workspace.
 _STATIC_CHUNK: Final = 4096
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Recipes
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 _ALLOWED: Final[Mapping[str, tuple[object, ...]]] = {
     "qk_dtype": ("e4m3", "int8"),
@@ -100,14 +101,16 @@ class Fp8Recipe:
     Attributes:
         name: label used in reports and plans.
         qk_dtype: operands of Q K^T. "int8" has 7 bits of mantissa against the 3 of "e4m3", at the same speed.
-        q_scale: one scale for each "tensor", "head" (batch, head), "block" of 128 query rows, or "token" (row).
+        q_scale: one scale for each "tensor", "head" (batch, head), "block" of 128 query rows, or "token".
         k_scale: one scale for each "tensor", "head" or "block" of `k_block` keys.
         k_block: keys of one K scale when `k_scale` is "block": 64 or 128.
         v_scale: one scale for each "tensor", "head" or "block" of 256 keys. V is always e4m3.
-        rotation: "hadamard" multiplies Q and K by random signs and a Hadamard matrix (arXiv 2407.08608, section 3.3).
+        rotation: "hadamard" multiplies Q and K by random signs and a Hadamard matrix (arXiv 2407.08608,
+            section 3.3).
         rotation_seed: seed of the signs, a non-negative int below 2**63.
-        smooth_k: subtract a mean key of each head (arXiv 2410.02367, section 4.2). Exact for the output.
-        p_rounding: "ex2" computes exp2 and casts to e4m3; "code" rounds the exponent straight to an e4m3 byte.
+        smooth_k: subtract a mean key of each head (SageAttention, arXiv 2410.02367). Exact for the output.
+        p_rounding: "ex2" computes exp2 and casts to e4m3; "code" rounds the exponent to an e4m3 byte
+            directly.
 
     Raises:
         ValueError: a field holds a value that is not allowed; the message names field, value and choices.
@@ -129,7 +132,7 @@ class Fp8Recipe:
             raise ValueError(f"Fp8Recipe.name is {self.name!r}; allowed: a non-empty str")
         for field, allowed in _ALLOWED.items():
             value = getattr(self, field)
-            # The type is compared too: 1 == True and 64.0 == 64, but neither hashes to a config that was compiled.
+            # The type is compared too: 1 == True and 64.0 == 64, but they are not the documented values.
             if not any(type(value) is type(choice) and value == choice for choice in allowed):
                 raise ValueError(f"Fp8Recipe.{field} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
         seed = self.rotation_seed
@@ -199,9 +202,9 @@ def resolve_recipe(recipe: str | Fp8Recipe) -> Fp8Recipe:
     raise TypeError(f"recipe is a {type(recipe).__name__}; allowed: a preset name (str) or an Fp8Recipe")
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Quantised tensors
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,13 +214,13 @@ class QuantizedQKV:
     Attributes:
         q: (batch, seqlen_q, heads_q, head_dim) e4m3fn or int8, last stride 1, in rotated space.
         k: (batch, seqlen_k, heads_k, head_dim), dtype of `q`, rotated and smoothed.
-        vt: (batch, heads_k, head_dim, ceil16(seqlen_k)) e4m3fn: V transposed, keys permuted by `PI` inside groups of
-            16, zeros after the last key.
+        vt: (batch, heads_k, head_dim, ceil16(seqlen_k)) e4m3fn: V transposed, keys permuted by `PI` inside
+            groups of 16, zeros after the last key.
         q_scale: (batch, heads_q, seqlen_q) float32. Scales may be expanded (stride 0).
         k_scale: (batch, heads_k, ceil(seqlen_k / 64)) float32, one for each group of 64 keys.
         v_scale: (batch, heads_k, ceil(seqlen_k / 256)) float32, one for each group of 256 keys.
-        q_dot_mean: (batch, heads_q, seqlen_q) float32, q . mean_key before softmax_scale, which lse adds back; None
-            without smoothing.
+        q_dot_mean: (batch, heads_q, seqlen_q) float32, q . mean_key before softmax_scale, which lse adds
+            back; None without smoothing.
         seqlen_k: number of true keys in `vt`.
         recipe: how the tensors were made.
         dtype: dtype of the tensors they were made from; the default dtype of the output.
@@ -237,8 +240,8 @@ class QuantizedQKV:
     def dequantize(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns what the codes stand for: float64 (q, k, v), each (batch, seqlen, heads, head_dim).
 
-        q and k stay in the rotated, smoothed space (their products are those of the original space up to rounding
-        and, with smoothing, one constant for each row); the key permutation of V is undone.
+        q and k stay in the rotated, smoothed space (their products are those of the original space up to
+        rounding and, with smoothing, one constant for each row); the key permutation of V is undone.
         """
         k_rows = _expand_groups(self.k_scale, K_GROUP, self.seqlen_k)
         v_rows = _expand_groups(self.v_scale, V_BLOCK, self.seqlen_k)
@@ -251,7 +254,7 @@ class QuantizedQKV:
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """(batch, heads, seqlen) -> (batch, seqlen, heads, 1), to multiply a (batch, seqlen, heads, head_dim) tensor."""
+    """(batch, heads, seqlen) -> (batch, seqlen, heads, 1), to multiply codes with."""
     return x.transpose(1, 2).unsqueeze(-1)
 
 
@@ -261,10 +264,17 @@ def _expand_groups(x: Tensor, group: int, length: int) -> Tensor:
 
 
 def permute_v(v8: Tensor) -> Tensor:
-    """Transposes e4m3 V for the kernel: (batch, seqlen_k, heads_k, head_dim) -> (batch, heads_k, head_dim, ceil16(seqlen_k)).
+    """Transposes 8-bit V and permutes its keys, as the forward kernel reads it.
 
-    Keys are permuted by `PI` inside each group of 16; positions past the last key hold zeros. The result is
-    contiguous. Raises ValueError if `v8` is not a 4-D tensor of one-byte elements.
+    Args:
+        v8: (batch, seqlen_k, heads_k, head_dim), one-byte elements.
+
+    Returns:
+        (batch, heads_k, head_dim, ceil16(seqlen_k)), contiguous: keys in the order `PI` inside each group of
+        16, zeros past the last key.
+
+    Raises:
+        ValueError: `v8` is not a 4-D tensor of one-byte elements.
     """
     if v8.dim() != 4 or v8.element_size() != 1:
         raise ValueError(f"v8 is {v8.dim()}-D {v8.dtype}; allowed: 4-D with one-byte elements")
@@ -276,7 +286,7 @@ def permute_v(v8: Tensor) -> Tensor:
 
 
 def unpermute_v(vt: Tensor, seqlen_k: int) -> Tensor:
-    """Inverse of `permute_v`: (batch, heads_k, head_dim, ceil16(seqlen_k)) -> (batch, seqlen_k, heads_k, head_dim)."""
+    """Inverse of `permute_v`: back to (batch, seqlen_k, heads_k, head_dim)."""
     batch, heads, head_dim, padded = vt.shape
     inverse = torch.tensor([PI.index(i) for i in range(16)], device=vt.device)
     groups = vt.view(torch.uint8).reshape(batch, heads, head_dim, padded // 16, 16)[..., inverse]
@@ -288,9 +298,9 @@ def unpermute_v(vt: Tensor, seqlen_k: int) -> Tensor:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Arithmetic
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _float32(x: float) -> float:
@@ -299,7 +309,7 @@ def _float32(x: float) -> float:
 
 
 def scale_norm(head_dim: int, rotation: str) -> float:
-    """The `norm` of `amax_scale` for Q and K: 1/sqrt(head_dim) undoes the gain of the unnormalised Hadamard transform."""
+    """The `norm` of `amax_scale` for Q and K: 1/sqrt(head_dim) undoes the gain of the transform; else 1."""
     return 1.0 / math.sqrt(head_dim) if rotation == "hadamard" else 1.0
 
 
@@ -312,8 +322,8 @@ def amax_scale(amax: Tensor, qmax: float, norm: float) -> tuple[Tensor, Tensor]:
         norm: factor folded into the dequantisation scale (see `scale_norm`); 1 for V.
 
     Returns:
-        (inv, scale), float32, shape of `amax`: codes are round(x * inv), values are code * scale. A zero group gives
-        (1, 1); a non-finite one gives a NaN scale.
+        (inv, scale), float32, shape of `amax`: codes are round(x * inv), values are code * scale. A zero
+        group gives (1, 1); a non-finite one gives a NaN scale.
     """
     a = amax.clamp(min=_AMAX_FLOOR)  # keeps NaN
     # Not `qmax / a`: torch computes number / tensor as a reciprocal and a product, which rounds twice.
@@ -331,12 +341,12 @@ def to_e4m3(x: Tensor) -> Tensor:
 
 
 def to_int8(x: Tensor) -> Tensor:
-    """float32 -> int8, to nearest even, saturating at +-127; NaN becomes 0 (the scale of its group is NaN)."""
+    """float32 -> int8, to nearest even, saturating at +-127; NaN becomes 0 (its group's scale is NaN)."""
     return x.round().clamp(-INT8_MAX, INT8_MAX).nan_to_num(nan=0.0).to(torch.int8)
 
 
 def rotation_signs(head_dim: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
-    """Random signs of the rotation: (head_dim,) float32, +1 or -1, drawn on the CPU so that every device agrees."""
+    """Random signs of the rotation: (head_dim,) float32, +1 or -1, drawn on the CPU for any device."""
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (head_dim,), generator=generator) * 2 - 1
     return signs.to(device=device, dtype=torch.float32)
@@ -363,11 +373,17 @@ def walsh_hadamard(x: Tensor) -> Tensor:
 
 
 def mean_key(k: Tensor) -> Tensor:
-    """The key that smoothing subtracts: float32 (batch, heads_k, head_dim), the mean of every 16th key of each head.
+    """The key that smoothing subtracts: the mean of every 16th key of a head.
 
-    Any vector gives the same output exactly (softmax ignores a constant added to a row), so a subsample serves at a
-    sixteenth of the cost of a pass. Zero where there are no keys. A NaN or infinity in a sampled key spreads to the
-    whole head.
+    Args:
+        k: (batch, seqlen_k, heads_k, head_dim), any float dtype.
+
+    Returns:
+        (batch, heads_k, head_dim) float32; zero where there are no keys. A NaN or infinity in a sampled key
+        spreads to the whole head.
+
+    Any vector gives the same output exactly (softmax ignores a constant added to a row), so a subsample
+    serves, at a sixteenth of the cost of a pass.
     """
     sample = k[:, ::16].float()
     if sample.shape[1] == 0:
@@ -376,7 +392,7 @@ def mean_key(k: Tensor) -> Tensor:
 
 
 def _transform(x: Tensor, mean: Tensor | None, signs: Tensor | None) -> Tensor:
-    """float32, minus the mean key, rotated: what is scaled and rounded. x is (batch, seqlen, heads, head_dim)."""
+    """float32, minus the mean key, rotated: what is then scaled and rounded."""
     x = x.float()
     if mean is not None:
         x = x - mean.unsqueeze(1)
@@ -416,11 +432,17 @@ def _group_amax(x: Tensor, group: int) -> Tensor:
     return F.pad(rows, (0, -rows.shape[-1] % group)).unflatten(-1, (groups, group)).amax(dim=-1)
 
 
-def _quantize(x: Tensor, mode: str, block: int, dtype: str, norm: float) -> tuple[Tensor, Tensor, int | None]:
+def _quantize(
+    x: Tensor,
+    mode: Literal["tensor", "head", "block", "token"],
+    block: int,
+    dtype: Literal["e4m3", "int8"],
+    norm: float,
+) -> tuple[Tensor, Tensor, int | None]:
     """Quantises a transformed tensor.
 
-    Returns the codes (shape of x), the scales (batch, heads, groups), and the rows of a group, or None where one
-    scale serves the whole sequence.
+    Returns the codes (shape of x), the scales (batch, heads, groups), and the rows of a group, or None where
+    one scale serves the whole sequence.
     """
     seqlen = x.shape[1]
     qmax = E4M3_MAX if dtype == "e4m3" else INT8_MAX
@@ -445,21 +467,21 @@ def _spread(scale: Tensor, group: int | None, unit: int, entries: int) -> Tensor
 def quantize_reference(
     q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, *, k_mean: Tensor | None = None
 ) -> QuantizedQKV:
-    """Quantises Q, K, V in torch, with exactly the arithmetic of the device kernel (see the module's docstring).
+    """Quantises Q, K, V in torch, with exactly the arithmetic of the device kernel (see the module).
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), fp16, bf16 or fp32, CPU or CUDA.
         k, v: (batch, seqlen_k, heads_k, head_dim).
         recipe: how to quantise.
         k_mean: (batch, heads_k, head_dim) float32 subtracted from every key when `recipe.smooth_k`; default
-            `mean_key(k)`. Pass it to make two implementations agree to the bit, or to keep that of a cache's prefill.
+            `mean_key(k)`. Pass it to make two implementations agree to the bit, or to keep a cache's own.
 
     Returns:
-        QuantizedQKV on the device of the inputs. A scale group that holds a NaN or an infinity has a NaN scale.
+        QuantizedQKV on the device of the inputs. A scale group with a NaN or an infinity in it has scale NaN.
 
     Raises:
-        ValueError: a dtype or rank is not allowed, head_dim is not a power of two under rotation, or `k_mean` is
-            given without smoothing or with a wrong shape.
+        ValueError: a dtype or rank is not allowed, head_dim is not a power of two under rotation, or `k_mean`
+            is given without smoothing or with a wrong shape.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -472,9 +494,8 @@ def quantize_reference(
         if not recipe.smooth_k:
             raise ValueError("k_mean is given but recipe.smooth_k is False; allowed: None")
         if k_mean.shape != (batch, heads_k, head_dim) or k_mean.dtype != torch.float32:
-            raise ValueError(
-                f"k_mean is {tuple(k_mean.shape)} {k_mean.dtype}; allowed: {(batch, heads_k, head_dim)} float32"
-            )
+            want = (batch, heads_k, head_dim)
+            raise ValueError(f"k_mean is {tuple(k_mean.shape)} {k_mean.dtype}; allowed: {want} float32")
     elif recipe.smooth_k:
         k_mean = mean_key(k)
 
@@ -516,13 +537,13 @@ def from_fp8(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> QuantizedQKV:
-    """Wraps e4m3 tensors that a user already has (FlashAttention-3's signature); only V is copied, transposed.
+    """Wraps e4m3 tensors that a user already has (FlashAttention-3's signature); only V is copied.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim) float8_e4m3fn.
         k, v: (batch, seqlen_k, heads_k, head_dim) float8_e4m3fn.
-        q_descale, k_descale, v_descale: (batch, heads_k) float32, positive, default 1. That of a kv head serves all
-            query heads of its group. Scales are expanded with stride 0, not written out.
+        q_descale, k_descale, v_descale: (batch, heads_k) float32, positive, default 1. That of a kv head
+            serves all query heads of its group. Scales are expanded with stride 0, not written out.
 
     Returns:
         QuantizedQKV with dtype bfloat16 and the recipe "fp8_tensors" (no rotation, no smoothing, P by code).

@@ -13,6 +13,7 @@ import importlib.metadata
 import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -225,7 +226,7 @@ def compile_and_disassemble(compile_fn: Callable[[str], object]) -> KernelSass:
         report = io.StringIO()
         start = time.perf_counter()
         with contextlib.redirect_stderr(report):
-            compile_fn(f"--dump-dir {folder} --keep-cubin remarks{{ptx}}")
+            compile_fn(f"--dump-dir {shlex.quote(folder)} --keep-cubin remarks{{ptx}}")
         seconds = time.perf_counter() - start
         cubins = sorted(Path(folder).rglob("*.cubin"))
         if len(cubins) != 1:

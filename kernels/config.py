@@ -30,7 +30,7 @@ class FwdConfig:
     p_rounding: str  # "code": P's e4m3 byte computed directly; "ex2": exp2, then a conversion
     causal: bool
     out_dtype: str  # "bf16" or "fp16"
-    overlap: bool  # issue Q K^T of the next tile before the softmax of this one, inside a warpgroup
+    overlap: bool  # issue Q K^T of the next tile behind P V of this one, before waiting for either
     pingpong: bool  # warpgroups take turns at the tensor core
     consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
     producer_regs: int = 24
@@ -48,6 +48,11 @@ class FwdConfig:
     def k_groups(self) -> int:
         """K scale groups in one tile."""
         return self.tile_n // K_SCALE_GROUP
+
+    @property
+    def v_box(self) -> int:
+        """Keys of one TMA box of V^T, a swizzle row of 128 or 64 bytes; it divides tile_n."""
+        return 128 if self.tile_n % 128 == 0 else 64
 
     @property
     def name(self) -> str:
@@ -77,8 +82,8 @@ class FwdConfig:
             raise ValueError(f"head_dim must be 64, 128 or 256, got {self.head_dim}")
         if self.tile_m % 64 or not 1 <= self.consumer_warpgroups <= 3:
             raise ValueError(f"tile_m must be 64, 128 or 192, got {self.tile_m}")
-        if self.tile_n not in (64, 128, 256):
-            raise ValueError(f"tile_n must be 64, 128 or 256 (it divides a V scale group), got {self.tile_n}")
+        if self.tile_n % K_SCALE_GROUP or V_SCALE_GROUP % self.tile_n:
+            raise ValueError(f"tile_n must be a multiple of 64 that divides {V_SCALE_GROUP}, got {self.tile_n}")
         if self.qk_dtype not in ("e4m3", "int8"):
             raise ValueError(f"qk_dtype must be 'e4m3' or 'int8', got {self.qk_dtype!r}")
         if self.p_rounding not in ("code", "ex2"):

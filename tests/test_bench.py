@@ -76,7 +76,7 @@ def test_parser_defaults_are_the_papers_grid() -> None:
     assert {case.heads_q * case.head_dim for case in cells} == {2048}
     assert {(case.seqlen_k, case.batch) for case in cells} >= {(512, 32), (16384, 1)}
     assert [c.label for c in run.contenders()] == [
-        "cute_attn default",
+        "cute_attn accurate",  # the name behind "default"
         "fa3 fp8",
         "cudnn fp8",
         "fa3 bf16",
@@ -331,6 +331,30 @@ def test_sdpa_math_runs_and_is_right() -> None:
     )
     assert rows[0]["status"] == "ok" and rows[0]["rel_rmse"] < 0.01
     assert torch.__version__ in rows[0]["kernel"]
+
+
+@pytest.mark.parametrize("phase", peers.PHASES)
+def test_our_contender_runs_what_the_plan_says(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "BACKEND", "emulator")  # the same calls as on the GPU, but for this
+    contender = peers.Contender(peers.OURS, "fp8", phase, "accurate")
+    rows = timing.time_cell(
+        CASE, [contender], rounds=1, device="cpu", time_batch=lambda launch, count: 1.0 * count
+    )
+    row = rows[0]
+    record.validate(meta(), rows)
+    assert (row["status"], row["backend"], row["recipe"]) == ("ok", "emulator", "accurate"), row["reason"]
+    assert 0.001 < row["rel_rmse"] < 0.05
+    assert ("fwd_sm90_int8_d64_causal" in row["kernel"]) == (phase != "quantize")
+    assert ("quantize_bf16_int8_d64" in row["kernel"]) == (phase != "forward")
+    if phase == "quantize":
+        # 16 bits read and 8 written for each element, then scales: token, 64 keys, 256 keys; q . mean
+        elements = 2 * 200 * 64 * 4 + 2 * 2 * 200 * 64 * 2
+        padding = 2 * 2 * 64 * 8  # V^T is padded from 200 to 208 keys
+        scales = 4 * (2 * 2 * 4 * 200 + 2 * 2 * 4 + 2 * 2 * 1)
+        assert row["tbps"] == pytest.approx((3 * elements + padding + scales) / 1e9)
+        assert row["tflops"] is None
+    else:
+        assert row["tflops"] == pytest.approx(CASE.flops / 1e9)
 
 
 # --- records

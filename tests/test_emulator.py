@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,29 +12,56 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cute_attn import emulator
 from cute_attn.emulator import CODE_OFFSET, HUGE_LOGIT, LSE_BIAS, _hopper_matmul, emulate_forward, p_code
 from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV, from_fp8, quantize_reference
 
 E4M3 = torch.float8_e4m3fn
 NAMED = ["naive", "paper", "fp8", "accurate"]
 
-# The rounding of P: its greatest relative error, the root mean square of it (over a uniform fractional exponent, of
-# the mean-corrected ratio), and the greatest absolute error of a P * 2^8 too small for that bound.
+# The rounding of P: its greatest relative error, the root mean square of it (over a uniform fractional
+# exponent, the mean taken out), and the greatest absolute error of a P * 2^8 too small for that bound.
 P_MAX_ERROR = {"code": 0.0781, "ex2": 0.0625}
 P_RMS_ERROR = {"code": 0.0317, "ex2": 0.0265}
 P_FLOOR = {"code": 2.0 ** ((0.5 - CODE_OFFSET) / 8 + 8), "ex2": 2.0**-10}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Many small operations: threads cost more than they give, most of all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @dataclasses.dataclass
 class Exact:
-    """float64 attention of what the codes stand for; spread is sum of w |v - out|, noise the root of sum (w (v - out))^2."""
+    """float64 attention of what the codes stand for, and how the rounding of softmax weights w moves it."""
 
+    weights: Tensor  # (b, h, sq, sk)
+    v: Tensor  # (b, sk, h, d)
     out: Tensor  # (b, sq, h, d)
     lse: Tensor  # (b, h, sq)
-    spread: Tensor
-    noise: Tensor
-    floor: Tensor  # (b, sq, h, d) sum of |v - out| over the softmax sum relative to the row maximum
-    keys: Tensor  # (sq,) visible keys
+    keys: Tensor  # (sq,) number of visible keys
+
+    def worst_error(self, relative: float, absolute: float) -> Tensor:
+        """Bound of |out' - out| if each w errs by `relative` of itself or `absolute` of the row's largest."""
+        largest = self.weights.amax(dim=-1, keepdim=True)
+        error = relative * self.weights + absolute * largest
+        # error @ |v - out|, one row at a time: the differences are (b, sk, h, d)
+        rows = [
+            torch.einsum("bhj,bjhd->bhd", error[:, :, i], (self.v - self.out[:, i, None]).abs())
+            for i in range(self.out.shape[1])
+        ]
+        return torch.stack(rows, dim=1) / (1 - relative)
+
+    def noise(self) -> Tensor:
+        """Standard deviation of out' for independent relative errors of w of standard deviation 1."""
+        w2 = self.weights**2
+        mean, square = (torch.einsum("bhij,bjhd->bihd", w2, x) for x in (self.v, self.v**2))
+        total = w2.sum(dim=-1).transpose(1, 2).unsqueeze(-1)
+        return (square - 2 * self.out * mean + self.out**2 * total).clamp(min=0).sqrt()
 
 
 def exact_attention(qkv: QuantizedQKV, causal: bool = False, softmax_scale: float | None = None) -> Exact:
@@ -47,16 +75,11 @@ def exact_attention(qkv: QuantizedQKV, causal: bool = False, softmax_scale: floa
     seen = (j <= i + seqlen_k - seqlen_q) if causal else (j <= i + seqlen_k)
     scores = scores.masked_fill(~seen, -math.inf)
     lse = scores.logsumexp(dim=-1)
-    w = (scores - lse[..., None]).exp().masked_fill(~seen, 0.0)  # NaN of rows without keys too
-    out = torch.einsum("bhij,bjhd->bihd", w, v)
-    away = (v[:, None] - out[:, :, None]).abs()  # (b, i, j, h, d)
-    spread = torch.einsum("bhij,bijhd->bihd", w, away)
-    noise = torch.einsum("bhij,bijhd->bihd", w**2, away**2).sqrt()
-    relative = w.amax(dim=-1).transpose(1, 2)[..., None]  # 1 / softmax sum relative to the maximum
-    floor = torch.einsum("ij,bijhd->bihd", seen.double(), away) * relative
+    weights = (scores - lse[..., None]).exp().masked_fill(~seen, 0.0)  # NaN of rows without keys too
+    out = torch.einsum("bhij,bjhd->bihd", weights, v)
     if qkv.q_dot_mean is not None:
         lse = lse + qkv.q_dot_mean.double() * scale
-    return Exact(out, lse, spread, noise, floor, seen.sum(dim=-1))
+    return Exact(weights, v, out, lse, seen.sum(dim=-1))
 
 
 def rms(x: Tensor) -> float:
@@ -66,19 +89,16 @@ def rms(x: Tensor) -> float:
 def check_against_exact(qkv: QuantizedQKV, out: Tensor, lse: Tensor, exact: Exact) -> None:
     """Bounds that follow from the rounding of P alone, for every element; `out` is float32."""
     p = qkv.recipe.p_rounding
-    worst = P_MAX_ERROR[p] * exact.spread / (1 - P_MAX_ERROR[p])
-    worst = worst + P_FLOOR[p] * 2.0 ** (0.5 - 8) * exact.floor / (1 - P_MAX_ERROR[p])
-    magnitude = qkv.dequantize()[2].abs().amax() if qkv.seqlen_k else 0.0
+    # The reference is the maximum rounded to an integer, so the largest P * 2^8 is at least 2^7.5.
+    worst = exact.worst_error(P_MAX_ERROR[p], P_FLOOR[p] * 2.0**-7.5)
     excess = (out.double() - exact.out).abs() - worst
-    assert float(excess.max()) <= 1e-5 * float(magnitude)
+    assert float(excess.max()) <= 1e-5 * float(exact.v.abs().amax())
     empty = exact.keys == 0
     assert (out[:, empty] == 0).all() and (lse[..., empty] == -math.inf).all()
     got, want = lse[..., ~empty].double(), exact.lse[..., ~empty]
     low, high = math.log(1 - P_MAX_ERROR[p]), math.log(1 + P_MAX_ERROR[p])
     bias = LSE_BIAS if p == "code" else 0.0
-    lost = (
-        P_FLOOR[p] * 2.0 ** (0.5 - 8) * exact.keys[~empty] / (1 - P_MAX_ERROR[p])
-    )  # tiny P, at most so many
+    lost = P_FLOOR[p] * 2.0**-7.5 * exact.keys[~empty] / (1 - P_MAX_ERROR[p])  # tiny P, at most so many
     slack = 1e-5 * (1 + want.abs())
     assert ((got - want >= low - bias - lost - slack) & (got - want <= high - bias + slack)).all()
 
@@ -99,7 +119,7 @@ def make(
     return quantize_reference(q, k, v, PRESETS[recipe] if isinstance(recipe, str) else recipe)
 
 
-# -- P ---------------------------------------------------------------------------------------------------------------
+# -- P -------------------------------------------------------------------------------------------------------
 
 
 def test_p_code_is_the_low_byte_of_float16_plus_1024() -> None:
@@ -134,20 +154,20 @@ def test_lse_bias_is_the_mean_ratio() -> None:
     assert abs(float(ratio.std() / ratio.mean()) - P_RMS_ERROR["code"]) < 1e-4
 
 
-# -- against float64 ---------------------------------------------------------------------------------------------------
+# -- against float64 -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_forward_is_exact_attention_up_to_p(name: str, head_dim: int, causal: bool) -> None:
-    qkv = make(name, batch=2, seqlen_q=70, seqlen_k=300, heads_q=4, heads_k=2, head_dim=head_dim)
+    qkv = make(name, batch=2, seqlen_q=40, seqlen_k=300, heads_q=4, heads_k=2, head_dim=head_dim)
     out, lse = emulate_forward(qkv, causal=causal, out_dtype=torch.float32)
-    assert out.shape == (2, 70, 4, head_dim) and lse.shape == (2, 4, 70) and lse.dtype == torch.float32
+    assert out.shape == (2, 40, 4, head_dim) and lse.shape == (2, 4, 40) and lse.dtype == torch.float32
     exact = exact_attention(qkv, causal)
     check_against_exact(qkv, out, lse, exact)
     # Not only within the worst case: the error has the size that rounding P alone gives.
-    measured = rms(out - exact.out) / (P_RMS_ERROR[qkv.recipe.p_rounding] * rms(exact.noise))
+    measured = rms(out - exact.out) / (P_RMS_ERROR[qkv.recipe.p_rounding] * rms(exact.noise()))
     assert 0.8 < measured < 1.2
 
 
@@ -163,7 +183,7 @@ def test_forward_is_exact_attention_up_to_p(name: str, head_dim: int, causal: bo
     softmax_scale=st.sampled_from([None, 0.01, 1.0]),
     seed=st.integers(0, 2**32),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=150)
 def test_any_shape(
     name: str,
     seqlen_q: int,
@@ -216,7 +236,7 @@ def test_tile_n_matters_only_by_rounding(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_lse_has_no_bias(name: str) -> None:
-    qkv = make(name, seqlen_q=256, seqlen_k=2048)
+    qkv = make(name, seqlen_q=128, seqlen_k=2048)
     error = emulate_forward(qkv)[1].double() - exact_attention(qkv).lse
     assert abs(float(error.mean())) < 1.5e-3 and float(error.abs().max()) < 0.02
 
@@ -247,7 +267,7 @@ def test_fp8_descales_serve_their_group() -> None:
     )
 
 
-# -- masks and empty rows ----------------------------------------------------------------------------------------------
+# -- masks and empty rows ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -271,7 +291,7 @@ def test_empty_tensors(shape: tuple[int, int, int]) -> None:
     assert lse.shape == (shape[0], 2, shape[1]) and (lse == -math.inf).all()
 
 
-# -- extreme logits ----------------------------------------------------------------------------------------------------
+# -- extreme logits ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -283,9 +303,11 @@ def test_very_negative_logits_are_not_masked(name: str, keys: int) -> None:
     qkv = quantize_reference(q, torch.full_like(v, -64.0), v, PRESETS[name])
     out, lse = emulate_forward(qkv)
     assert (out == 1.0).all()
-    want = -524288 / math.sqrt(128) + math.log(keys)
-    # One key: P itself is rounded, so exp(lse) may be off by its greatest error, and lse by its last float32 bits.
-    assert (lse - want).abs().max() <= P_MAX_ERROR[qkv.recipe.p_rounding] + LSE_BIAS + 0.01
+    # Equal keys: exp(lse) is off by the rounding of one P, lse by that of float32.
+    slack = P_MAX_ERROR[qkv.recipe.p_rounding] + LSE_BIAS + 0.01
+    assert (lse - exact_attention(qkv).lse).abs().max() <= slack
+    if name != "paper":  # one e4m3 vector of many equal values is exact, a rotated one is not
+        assert (lse - (-524288 / math.sqrt(128) + math.log(keys))).abs().max() <= slack
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -297,13 +319,15 @@ def test_huge_equal_inputs(name: str, keys: int, sign: float) -> None:
     qkv = quantize_reference(big[:, :1] * sign, big, big, PRESETS[name])
     out, lse = emulate_forward(qkv)
     assert (out == 133120.0).all()
-    torch.testing.assert_close(lse, torch.full_like(lse, sign * 133120.0**2 * 8), rtol=1e-5, atol=0)
+    torch.testing.assert_close(lse.double(), exact_attention(qkv).lse, rtol=1e-6, atol=0)
+    if name != "paper":  # one e4m3 vector of many equal values is exact, a rotated one is not
+        torch.testing.assert_close(lse, torch.full_like(lse, sign * 133120.0**2 * 8), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("log2_logit", [12, 18, 21, 22, 23, 30, 60])
 def test_large_distinct_logits_pick_the_right_keys(name: str, log2_logit: int) -> None:
-    """Softmax of huge logits is a hard maximum: each row returns a value whose logit ties with the greatest."""
+    """Softmax of huge logits is a hard maximum: a row returns the value of the key with the greatest."""
     torch.manual_seed(log2_logit)
     q, k = torch.randn(1, 40, 1, 64), torch.randn(1, 500, 1, 64)
     scale = 2.0 ** ((log2_logit - 2) / 2)
@@ -327,7 +351,7 @@ def test_large_distinct_logits_pick_the_right_keys(name: str, log2_logit: int) -
 
 @pytest.mark.parametrize("name", NAMED)
 def test_around_the_huge_threshold(name: str) -> None:
-    """One row just below and one above 2^22: a value in between would round by several codes if treated alike."""
+    """Logits just below and above 2^22, where the two ways of subtracting the maximum meet."""
     recipe = dataclasses.replace(PRESETS[name], rotation="none", smooth_k=False)
     for factor in (0.98, 0.999, 1.001, 1.02, 2.0):
         x = math.sqrt(factor * HUGE_LOGIT * math.log(2) * 8 / 64)
@@ -370,20 +394,16 @@ def test_error_is_flat_over_logit_spread(logit_std: float) -> None:
     assert 0.015 < rms(out[0, :, 0] - want) / rms(want) < 0.04
 
 
-# -- what may not happen silently --------------------------------------------------------------------------------------
+# -- what may not happen silently ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_non_finite_input_makes_its_outputs_nan(name: str, where: str, bad: float) -> None:
-    tensors = {
-        "q": torch.randn(2, 200, 2, 64),
-        "k": torch.randn(2, 700, 2, 64),
-        "v": torch.randn(2, 700, 2, 64),
-    }
-    tensors[where][1, 150, 0, 9] = bad
-    qkv = quantize_reference(*tensors.values(), PRESETS[name])  # type: ignore[call-arg]
+    q, k, v = (torch.randn(2, n, 2, 64) for n in (200, 700, 700))
+    {"q": q, "k": k, "v": v}[where][1, 150, 0, 9] = bad
+    qkv = quantize_reference(q, k, v, PRESETS[name])
     out, lse = emulate_forward(qkv, tile_n=64)
     rows = slice(150, 151) if where == "q" else slice(None)
     assert out[1, rows, 0].isnan().all()
@@ -397,9 +417,9 @@ def test_non_finite_input_makes_its_outputs_nan(name: str, where: str, bad: floa
 
 @pytest.mark.parametrize("where", ["k", "v"])
 def test_causal_rows_before_a_non_finite_block_are_clean(where: str) -> None:
-    tensors = [torch.randn(1, 512, 1, 64) for _ in range(3)]
-    tensors["qkv".index(where)][0, 500] = math.nan
-    out, lse = emulate_forward(quantize_reference(*tensors, PRESETS["paper"]), causal=True)
+    q, k, v = (torch.randn(1, 512, 1, 64) for _ in range(3))
+    {"k": k, "v": v}[where][0, 500] = math.nan
+    out, lse = emulate_forward(quantize_reference(q, k, v, PRESETS["paper"]), causal=True)
     assert out[0, :256].isfinite().all() and lse[..., :256].isfinite().all()
     assert out[0, 500:].isnan().all()
 
@@ -415,7 +435,7 @@ def test_rows_without_keys_stay_empty_beside_nan() -> None:
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("zero", ["v channel", "v", "q", "k"])
 def test_zero_tensors(name: str, zero: str) -> None:
-    q, k, v = (torch.randn(1, 300, h, 128).bfloat16() for h in (8, 2, 2))
+    q, k, v = (torch.randn(1, n, h, 128).bfloat16() for n, h in ((20, 8), (300, 2), (300, 2)))
     if zero == "v channel":
         v[:, :, 0, 5] = 0
     else:
@@ -443,13 +463,13 @@ def test_v_scales_may_jump_between_blocks() -> None:
         check_against_exact(qkv, out, lse, exact_attention(qkv, causal=True))
 
 
-# -- smoothing and rotation --------------------------------------------------------------------------------------------
+# -- smoothing and rotation ----------------------------------------------------------------------------------
 
 
 def test_smoothing_leaves_output_and_lse() -> None:
     torch.manual_seed(1)
     q, k, v = (torch.randn(1, n, 2, 64).half() for n in (64, 500, 500))
-    k = (k + 3 * torch.randn(64)).half()  # a strong common key
+    k = (k + 10 * torch.randn(64)).half()  # a strong common key
     wide = QuantizedQKV(  # float32 in place of codes: smoothing alone, without quantisation
         q.float(),
         k.float(),
@@ -480,7 +500,7 @@ def test_smoothing_leaves_output_and_lse() -> None:
         if smooth_k:
             scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 8
             assert (lse - scores.logsumexp(dim=-1)).abs().max() < 0.1
-    assert errors[1] < 0.6 * errors[0]
+    assert errors[1] < 0.4 * errors[0]
 
 
 def exact_weights(q: Tensor, k: Tensor) -> Tensor:
@@ -489,7 +509,7 @@ def exact_weights(q: Tensor, k: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_order_of_the_presets_on_outliers(head_dim: int) -> None:
-    """N(0, 1) + N(0, 100) * Bernoulli(0.001), the paper's distribution (arXiv 2407.08608, section 4.3)."""
+    """N(0, 1) + N(0, 100) * Bernoulli(0.001), the outliers of arXiv 2407.08608."""
 
     def outliers() -> Tensor:
         shape = (1, 1024, 2, head_dim)
@@ -505,7 +525,7 @@ def test_order_of_the_presets_on_outliers(head_dim: int) -> None:
     assert error["fp8"] > 1.4 * error["accurate"]
 
 
-# -- accumulation ------------------------------------------------------------------------------------------------------
+# -- accumulation --------------------------------------------------------------------------------------------
 
 
 def test_hopper_matmul_is_its_definition() -> None:
@@ -523,7 +543,7 @@ def test_hopper_matmul_is_its_definition() -> None:
                 for start in (0, 32, 64):
                     terms = [
                         float(x) * float(y)
-                        for x, y in zip(a[z, i, start : start + 32], b[z, start : start + 32, j])
+                        for x, y in zip(a[z, i, start : start + 32], b[z, start : start + 32, j], strict=True)
                     ]
                     terms.append(total)
                     top = max(abs(t) for t in terms)
@@ -549,7 +569,7 @@ def kernel_error(qkv: QuantizedQKV, **options: object) -> float:
 
 @pytest.mark.parametrize("name", ["fp8", "accurate"])
 def test_two_level_accumulation_survives_long_sequences(name: str) -> None:
-    """V of mean 0.5: one accumulator over all keys loses what is 13 bits below it; a fresh one a tile does not."""
+    """V of mean 0.5: one accumulator over all keys loses what is 13 bits below it, a fresh one a tile not."""
     one_level = []
     for seqlen_k in (4096, 16384):
         qkv = make(name, seqlen_q=8, seqlen_k=seqlen_k, heads_q=1, head_dim=64, v_mean=0.5)
@@ -567,22 +587,28 @@ def test_values_of_mean_one_half_stay_exact_at_length() -> None:
     assert kernel_error(qkv, tile_n=256) < 0.002
 
 
-def test_matmul_precision_is_restored() -> None:
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+def test_matmuls_are_true_float32_and_settings_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    during: list[str] = []
+
+    def spy(z: Tensor) -> Tensor:
+        during.extend(backend.fp32_precision for backend in backends)
+        return p_code(z)
+
+    monkeypatch.setattr(emulator, "p_code", spy)
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
             backend.fp32_precision = "tf32"
-        qkv = make("fp8")
-        out, _ = emulate_forward(qkv, out_dtype=torch.float32)
+        emulate_forward(make("fp8"))
+        assert during and set(during) == {"ieee"}
         assert [backend.fp32_precision for backend in backends] == ["tf32", "tf32"]
     finally:
         for backend, precision in zip(backends, before, strict=True):
             backend.fp32_precision = precision
-    assert torch.equal(out, emulate_forward(qkv, out_dtype=torch.float32)[0])
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------
+# -- arguments -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

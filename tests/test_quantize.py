@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -39,6 +40,15 @@ NAMED = ["naive", "paper", "fp8", "accurate"]
 FINITE_CODES = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Many small operations: threads cost more than they give, most of all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def inputs(
     batch: int,
     seqlen_q: int,
@@ -54,7 +64,7 @@ def inputs(
     return q, k, v
 
 
-# -- recipes -----------------------------------------------------------------------------------------------------------
+# -- recipes -------------------------------------------------------------------------------------------------
 
 
 def test_presets_are_the_documented_ones() -> None:
@@ -77,9 +87,9 @@ def test_resolve_recipe() -> None:
     assert resolve_recipe(custom) is custom
     assert resolve_recipe("default").name == "accurate"
     assert Fp8Recipe.preset("paper") is PRESETS["paper"]
-    with pytest.raises(ValueError, match="'fast'.*'naive', 'paper', 'fp8', 'accurate', 'default'"):
+    with pytest.raises(ValueError, match=r"'fast'.*'naive', 'paper', 'fp8', 'accurate', 'default'"):
         resolve_recipe("fast")
-    with pytest.raises(TypeError, match="int.*Fp8Recipe"):
+    with pytest.raises(TypeError, match=r"int.*Fp8Recipe"):
         resolve_recipe(8)  # type: ignore[arg-type]
 
 
@@ -114,7 +124,7 @@ def test_recipe_is_frozen_and_hashable() -> None:
     assert len({PRESETS[name] for name in NAMED}) == 4
 
 
-# -- arithmetic --------------------------------------------------------------------------------------------------------
+# -- arithmetic ----------------------------------------------------------------------------------------------
 
 
 def test_e4m3_keeps_every_code() -> None:
@@ -215,12 +225,12 @@ def test_rotation_refuses_other_head_dims() -> None:
     assert quantize_reference(q, k, v, PRESETS["naive"]).q.shape == q.shape
 
 
-# -- V's layout --------------------------------------------------------------------------------------------------------
+# -- V's layout ----------------------------------------------------------------------------------------------
 
 
 def test_permutation_is_the_accumulator_order() -> None:
     assert list(PI) == [8 * ((p % 4) // 2) + 2 * (p // 4) + p % 2 for p in range(16)]
-    # Lane q of four holds accumulator columns 8 j + 2 q + {0, 1}; its A operand wants positions 4 q .. 4 q + 3.
+    # Lane q of four holds accumulator columns 8 j + 2 q + {0, 1}; its A operand wants positions 4 q .. + 3.
     for lane in range(4):
         held = [8 * j + 2 * lane + i for j in range(2) for i in range(2)]
         assert [PI[4 * lane + b] for b in range(4)] == held
@@ -242,11 +252,11 @@ def test_permute_v_round_trip(seqlen: int) -> None:
 
 
 def test_permute_v_refuses_wide_elements() -> None:
-    with pytest.raises(ValueError, match="v8 is 4-D torch.float32"):
+    with pytest.raises(ValueError, match=r"v8 is 4-D torch\.float32"):
         permute_v(torch.zeros(1, 2, 3, 4))
 
 
-# -- the quantiser -----------------------------------------------------------------------------------------------------
+# -- the quantiser -------------------------------------------------------------------------------------------
 
 
 def by_definition(x: Tensor, rows: int, qmax: float, norm: float) -> tuple[Tensor, Tensor]:
@@ -292,7 +302,8 @@ def test_reference_is_its_definition(recipe: Fp8Recipe) -> None:
 
 @pytest.mark.parametrize("mode", ["tensor", "head"])
 def test_static_scales_are_expanded(mode: str) -> None:
-    recipe = Fp8Recipe(q_scale=mode, k_scale=mode, v_scale=mode, rotation="none", smooth_k=False)  # type: ignore[arg-type]
+    options = {"q_scale": mode, "k_scale": mode, "v_scale": mode}
+    recipe = Fp8Recipe(**options, rotation="none", smooth_k=False)  # type: ignore[arg-type]
     q, k, v = inputs(2, 70, 300, 4, 2, 64)
     got = quantize_reference(q, k, v, recipe)
     for x, scale, shape, qmax in (
@@ -391,7 +402,7 @@ def test_smoothing_removes_a_common_key() -> None:
     got = quantize_reference(
         torch.randn(1, 4, 1, 64).half(), k, torch.randn(1, 40, 1, 64).half(), PRESETS["accurate"]
     )
-    # The mean of equal float16 values is exact up to the float32 sum: what is left is 2^-20 of them or nothing.
+    # The mean of equal float16 values is exact up to their float32 sum: at most 2^-20 of them is left.
     assert got.dequantize()[1].abs().max() <= 2.0**-20 * k.abs().max()
 
 
@@ -407,7 +418,7 @@ def test_k_mean_errors() -> None:
         quantize_reference(q, k[0], v, PRESETS["fp8"])
 
 
-# -- degenerate inputs -------------------------------------------------------------------------------------------------
+# -- degenerate inputs ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -484,7 +495,7 @@ def test_empty_tensors(name: str, shape: tuple[int, int, int]) -> None:
     assert [x.shape[1] for x in got.dequantize()] == [seqlen_q, seqlen_k, seqlen_k]
 
 
-# -- tensors that are FP8 already --------------------------------------------------------------------------------------
+# -- tensors that are FP8 already ----------------------------------------------------------------------------
 
 
 def fp8_inputs() -> tuple[Tensor, Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,12 @@ def test_counts_of_a_small_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "", "the compiler's report is not shown to the user"
 
 
-def test_counts_follow_the_source() -> None:
+def test_counts_follow_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    awkward = tmp_path / "a temporary folder"
+    awkward.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(awkward))
     sass = inspect(RowSpread())
+    assert list(awkward.iterdir()) == [], "what the compiler dumped is removed"
     for name, count in {
         "LDG": 128,
         "STG": 1,

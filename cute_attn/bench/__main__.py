@@ -243,11 +243,11 @@ class Run:
     def contenders(self) -> list[Any]:
         """Who is timed."""
         from cute_attn.bench import peers
+        from cute_attn.quantize import resolve_recipe
 
         options = self.options
-        return peers.contenders(
-            options.dtype, options.phase, options.recipe or ["default"], options.providers
-        )
+        recipes = options.recipe or [resolve_recipe("default").name]
+        return peers.contenders(options.dtype, options.phase, recipes, options.providers)
 
     def speed(self) -> None:
         """Time the grid."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 OURS = "cute_attn"
 PHASES = ("forward", "quantize", "whole_call")
 SIXTEEN_BIT = ("bf16", "fp16")
+BACKEND = "sm90"  # of ours; not "auto", which would time the emulator as if it were the kernel
 
 # An unfused implementation holds about three float32 tensors of the size of S; above this bound one of them
 # is too big.
@@ -173,8 +174,7 @@ def _prepare_ours(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, 
     from cute_attn import api
 
     recipe = contender.recipe or "default"
-    # "sm90" and not "auto": the emulator must never be timed as if it were the kernel.
-    options: dict[str, Any] = {"backend": "sm90"}
+    options: dict[str, Any] = {"backend": BACKEND}
     if contender.phase == "quantize":
         plan = api.explain(q, k, v, recipe=recipe, causal=case.causal, **options)
         ready = api.quantize(q, k, v, recipe, **options)

@@ -295,17 +295,13 @@ def gpu_state() -> dict[str, Any]:
         "l2_bytes": getattr(properties, "L2_cache_size", None),
     }
     fields = ("driver_version", "power.limit", "clocks.sm", "clocks.max.sm", "temperature.gpu")
-    # CUDA_VISIBLE_DEVICES renumbers torch's devices but not nvidia-smi's: the UUID names the same GPU to
-    # both.
-    which = ["-i", f"GPU-{properties.uuid}"] if getattr(properties, "uuid", None) is not None else []
+    # CUDA_VISIBLE_DEVICES renumbers torch's devices but not nvidia-smi's: the UUID names one GPU to both.
+    uuid = getattr(properties, "uuid", None)
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    command += [] if uuid is None else ["-i", f"GPU-{uuid}"]
     try:
-        answer = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *which],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=30,
-        ).stdout.splitlines()[0]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        answer = done.stdout.splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return state
     values = [value.strip() for value in answer.split(",")]

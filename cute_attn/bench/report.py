@@ -411,7 +411,7 @@ def plot(path: str | os.PathLike[str], rows: Sequence[Row], title: str) -> None:
 
 def _plot_speed(figure_type: Any, rows: Sequence[Row]) -> Any:
     panels = sorted({(row["phase"], row["head_dim"], row["causal"]) for row in rows})
-    columns = min(len(panels), 2 if len(panels) <= 4 else 3)
+    columns = min(len(panels), 2)  # full and causal side by side
     height = math.ceil(len(panels) / columns)
     figure = figure_type(figsize=(5 * columns, 3.4 * height))
     labels = list(dict.fromkeys(label(row) for row in rows))
@@ -441,7 +441,8 @@ def _plot_speed(figure_type: Any, rows: Sequence[Row]) -> Any:
         axes.set_xlabel("seqlen")
         axes.set_ylabel("TB/s" if phase == "quantize" else "TFLOP/s")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        if number == 0:
+            axes.legend(fontsize=7, loc="lower right")
     return figure
 
 
@@ -458,7 +459,7 @@ def _plot_errors(figure_type: Any, rows: Sequence[Row]) -> Any:
         ]
         axes.bar(positions, [found[name] for name in inputs if name in found], width, label=recipe)
     axes.set_xticks(range(len(inputs)), inputs, rotation=20, ha="right", fontsize=8)
-    axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
     axes.set_ylabel("relative RMSE against float64")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3, axis="y")

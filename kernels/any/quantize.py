@@ -59,12 +59,12 @@ def abs_max(a: Float32, b: Float32) -> Float32:
 
 
 @cute.jit
-def abs_max_pair(a: Uint32, b: Uint32, kind: cutlass.Constexpr) -> Uint32:
-    """`abs_max` of two packed bf16 or fp16 pairs."""
+def abs_max_pair(a: Uint32, b: Uint32) -> Uint32:
+    """max(a, |b|) of two packed bf16 or fp16 pairs, a without signs: as integers, where NaN is above infinity."""
     return cute.arch.inline_ptx(
-        f"max.NaN.xorsign.abs.{'bf16x2' if kind == 'bf16' else 'f16x2'} {{$w0}}, {{$r0}}, {{$r1}};",
+        "max.u16x2 {$w0}, {$r0}, {$r1};",
         write_only_types=[Uint32],
-        read_only_args=[a, b],
+        read_only_args=[a, b & Uint32(0x7FFF7FFF)],
     )
 
 
@@ -106,8 +106,9 @@ def block_max(value: Float32, scratch: cute.Tensor, slot: Int32, warps: cutlass.
     """abs_max over the CTA; every thread gets it. `scratch` is (slots, warps); ends with a CTA barrier passed."""
     for step in cutlass.range_constexpr(5):
         value = abs_max(value, cute.arch.shuffle_sync_bfly(value, offset=1 << step))
-    if cute.arch.lane_idx() == 0:
-        scratch[slot, cute.arch.warp_idx()] = value
+    tid, _, _ = cute.arch.thread_idx()
+    if tid % 32 == 0:  # not warp_idx() in here: it synchronises the warp, of which one lane has come
+        scratch[slot, tid // 32] = value
     cute.arch.sync_threads()  # all threads: every warp has left its maximum
     total = scratch[slot, 0]
     for w in cutlass.range_constexpr(1, warps):
@@ -354,7 +355,6 @@ class ValueKernel:
 
     def __init__(self, cfg: QuantizeConfig):
         self.d = cfg.head_dim
-        self.in_name = cfg.in_dtype
         self.in_type = IN_TYPES[cfg.in_dtype]
         self.convert = cfg.in_dtype != "e4m3"
         self.static = cfg.v_mode == "static"
@@ -409,11 +409,11 @@ class ValueKernel:
             else:
                 # two elements an instruction, exact, and no float32 copy of the tile stays alive
                 pairs = cute.recast_tensor(raw, Uint32)
-                pair = pairs[0]
+                pair = pairs[0] & Uint32(0x7FFF7FFF)
                 for i in cutlass.range_constexpr(1, cute.size(pairs)):
-                    pair = abs_max_pair(pair, pairs[i], self.in_name)
-                ends = cute.make_rmem_tensor(1, Uint32)
-                ends[0] = pair
+                    pair = abs_max_pair(pair, pairs[i])
+                ends = cute.make_rmem_tensor(2, Uint32)  # two: a one-element tensor recasts with stride 0
+                ends.fill(pair)
                 both = cute.recast_tensor(ends, self.in_type)
                 top = abs_max(both[0].to(Float32), both[1].to(Float32))
                 factor, scale = scales_of(block_max(top, scratch, Int32(0), warps), E4M3_MAX, 1.0)

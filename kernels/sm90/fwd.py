@@ -58,7 +58,6 @@ class FwdSm90:
         self.policy = Fp8Policy(cfg)
         self.mainloop = Mainloop(cfg, self.policy)
         self.out_type = cutlass.BFloat16 if cfg.out_dtype == "bf16" else cutlass.Float16
-        self.v_box = min(cfg.tile_n, 128)  # keys of one TMA box of V^T: one swizzle row
 
     # -- host -------------------------------------------------------------------------------------------------
 
@@ -90,12 +89,12 @@ class FwdSm90:
         layout_q = cute.tile_to_shape(_swizzled(qk_type, d), (tile_m, d), order=(0, 1))
         layout_k = cute.tile_to_shape(_swizzled(qk_type, d), (tile_n, d, cfg.kv_stages), order=(0, 1, 2))
         layout_v = cute.tile_to_shape(_swizzled(F8, tile_n), (d + SUM_ROWS, tile_n, cfg.kv_stages), order=(0, 1, 2))
-        layout_v_box = cute.tile_to_shape(_swizzled(F8, tile_n), (d, self.v_box), order=(0, 1))
+        layout_v_box = cute.tile_to_shape(_swizzled(F8, tile_n), (d, cfg.v_box), order=(0, 1))
         layout_o = cute.tile_to_shape(_swizzled(self.out_type, d), (64, d, cfg.consumer_warpgroups), order=(0, 1, 2))
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma_q = cpasync.make_tiled_tma_atom(load, q, layout_q, (tile_m, d))
         tma_k = cpasync.make_tiled_tma_atom(load, k, cute.select(layout_k, [0, 1]), (tile_n, d))
-        tma_v = cpasync.make_tiled_tma_atom(load, vt, layout_v_box, (d, self.v_box))
+        tma_v = cpasync.make_tiled_tma_atom(load, vt, layout_v_box, (d, cfg.v_box))
         store = cpasync.CopyBulkTensorTileS2GOp()
         tma_o = cpasync.make_tiled_tma_atom(store, o, cute.select(layout_o, [0, 1]), (64, d))
 
@@ -203,8 +202,8 @@ class FwdSm90:
                 whole = cute.make_layout(1)
                 g_q = cute.local_tile(m_q[None, None, head, batch], (tile_m, d), (m_block, 0))
                 g_k = cute.local_tile(m_k[None, None, head_k, batch], (tile_n, d), (None, 0))
-                g_v = cute.local_tile(m_v[None, None, head_k, batch], (d, self.v_box), (0, None))
-                boxes = cute.local_tile(s_v, (d, self.v_box, cfg.kv_stages), (0, None, 0))  # sum rows left out
+                g_v = cute.local_tile(m_v[None, None, head_k, batch], (d, cfg.v_box), (0, None))
+                boxes = cute.local_tile(s_v, (d, cfg.v_box, cfg.kv_stages), (0, None, 0))  # sum rows left out
                 boxes = cute.make_tensor(boxes.iterator, cute.select(boxes.layout, [0, 1, 3, 2]))
                 tq_s, tq_g = cpasync.tma_partition(atom_q, 0, whole, pair(s_q), pair(g_q))
                 tk_s, tk_g = cpasync.tma_partition(atom_k, 0, whole, pair(s_k), pair(g_k))

@@ -13,7 +13,10 @@ Named barriers: see `Barrier`.
 Steady state of one consumer warpgroup, key tiles n = last .. 0:
 
     serial    QK(n) | softmax(n), pack(n) | PV(n) | fold(n)
-    overlap   QK(n-1) + PV(n) issued together | softmax(n-1) under PV(n) | fold(n), pack(n-1)
+    overlap   softmax(n), pack(n) | issue PV(n), QK(n-1) | fold(n) under QK(n-1)
+
+Overlap keeps a block of two products queued behind one another, long enough for the other warpgroup's softmax; it
+needs S, T, O and P in registers at once. Serial needs S or T, so a tile can be twice as wide.
 
 With ping-pong a warpgroup issues its products only in its turn, so that the softmax of one warpgroup runs under the
 products of the other; without it the hardware interleaves them as it likes, which is as good where one tile's
@@ -142,17 +145,19 @@ class Mainloop:
         q_scale, k_scales, v_scales = scales
         state, first_hidden = softmax_state
         k_scale, v_scale = self.tile_scales(n, k_scales, v_scales)  # the loads land under Q K^T
+        acc = policy.new_scores()
+        pairs = policy.new_pairs()
         pipe_k.consumer_wait(state_k)  # TMA has filled K of this tile
         self.take_turn(warpgroup)
-        acc = policy.scores(q_frag, k_frag, state_k.index)
+        policy.scores(acc, q_frag, k_frag, state_k.index)
         wg.wait_group(0)
         self.give_turn(warpgroup)
         pipe_k.consumer_release(state_k)
         state_k.advance()
-        self.masked(masking, acc, n, first_hidden)
-        pairs = policy.new_pairs()
-        policy.softmax(acc, pairs, state, q_scale, k_scale)
-        policy.pack(acc, pairs, p)
+        s = policy.as_float(acc)
+        self.masked(masking, s, n, first_hidden)
+        policy.softmax(s, pairs, state, q_scale, k_scale)
+        policy.pack(s, pairs, p)
         ratio = v_prev * cute.arch.rcp_approx(v_scale)
         pipe_v.consumer_wait(state_v)  # TMA has filled V of this tile
         for part in cutlass.range_constexpr(self.cfg.pv_splits):
@@ -164,77 +169,54 @@ class Mainloop:
         return v_scale, state_k, state_v
 
     @cute.jit
-    def first_scores(
-        self, n: Int32, warpgroup: Int32, frags, scales, softmax_state, p: cute.Tensor, pipe_k, state_k
-    ):
-        """Overlap's prologue: S and P of the first tile. Returns (V scale, pipeline state)."""
-        policy = self.policy
-        q_frag, k_frag, _ = frags
-        q_scale, k_scales, v_scales = scales
-        state, first_hidden = softmax_state
-        k_scale, v_scale = self.tile_scales(n, k_scales, v_scales)
-        pipe_k.consumer_wait(state_k)
-        self.take_turn(warpgroup)
-        acc = policy.scores(q_frag, k_frag, state_k.index)
-        self.give_turn(warpgroup)
-        wg.wait_group(0)
-        pipe_k.consumer_release(state_k)
-        state_k.advance()
-        self.masked(True, acc, n, first_hidden)  # one tile: not worth a second copy without mask
-        pairs = policy.new_pairs()
-        policy.softmax(acc, pairs, state, q_scale, k_scale)
-        policy.pack(acc, pairs, p)
-        return v_scale, state_k
-
-    @cute.jit
     def overlap_step(
         self,
         masking: cutlass.Constexpr,
+        last: cutlass.Constexpr,
         n: Int32,
         warpgroup: Int32,
         frags,
         scales,
         softmax_state,
+        acc: cute.Tensor,
         out,
         p: cute.Tensor,
-        v_ratio: Float32,
         v_prev: Float32,
         pipe_k,
         pipe_v,
         state_k,
         state_v,
     ):
-        """S and P of tile n under the P V of tile n + 1.
+        """One key tile whose Q K^T is in flight on entry; issues that of the next tile unless this is the last.
 
-        v_ratio belongs to tile n + 1 (its predecessor's V scale over its own), v_prev is tile n + 1's V scale.
-        Returns (v_ratio and V scale of tile n, pipeline states).
+        Returns (V scale of the tile, pipeline states).
         """
         policy = self.policy
         q_frag, k_frag, v_frags = frags
         q_scale, k_scales, v_scales = scales
         state, first_hidden = softmax_state
-        k_scale, v_scale = self.tile_scales(n, k_scales, v_scales)
-        pipe_k.consumer_wait(state_k)
-        self.take_turn(warpgroup)
-        acc = policy.scores(q_frag, k_frag, state_k.index)
-        pipe_v.consumer_wait(state_v)
-        tile = policy.product(0, p, v_frags[0], state_v.index)
-        self.give_turn(warpgroup)
-        wg.wait_group(1)  # S of tile n is complete; P V of tile n + 1 goes on
+        k_scale, v_scale = self.tile_scales(n, k_scales, v_scales)  # the loads land under Q K^T
+        pairs = policy.new_pairs()
+        wg.wait_group(0)  # S of tile n
         pipe_k.consumer_release(state_k)
         state_k.advance()
-        self.masked(masking, acc, n, first_hidden)
-        previous = cute.make_rmem_tensor(2, Float32)
-        for r in cutlass.range_constexpr(2):
-            previous[r] = state[1][r]
-        pairs = policy.new_pairs()
-        policy.softmax(acc, pairs, state, q_scale, k_scale)
-        wg.wait_group(0)
+        s = policy.as_float(acc)
+        self.masked(masking, s, n, first_hidden)
+        policy.softmax(s, pairs, state, q_scale, k_scale)
+        policy.pack(s, pairs, p)
+        ratio = v_prev * cute.arch.rcp_approx(v_scale)
+        pipe_v.consumer_wait(state_v)  # TMA has filled V of this tile
+        self.take_turn(warpgroup)
+        tile = policy.product(0, p, v_frags[0], state_v.index)
+        if const_expr(not last):
+            pipe_k.consumer_wait(state_k)  # TMA has filled K of the next tile
+            policy.scores(acc, q_frag, k_frag, state_k.index)
+        self.give_turn(warpgroup)
+        wg.wait_group(0 if const_expr(last) else 1)  # P V of tile n; Q K^T of the next goes on
         pipe_v.consumer_release(state_v)
         state_v.advance()
-        policy.fold(0, out[0], tile, previous, v_ratio)
-        policy.pack(acc, pairs, p)
-        return v_prev * cute.arch.rcp_approx(v_scale), v_scale, state_k, state_v
+        policy.fold(0, out[0], tile, state[1], ratio)
+        return v_scale, state_k, state_v
 
     @cute.jit
     def consume(
@@ -263,30 +245,29 @@ class Mainloop:
             if warpgroup == cfg.consumer_warpgroups - 1:
                 self.give_turn(Int32(cfg.consumer_warpgroups - 1))  # warpgroup 0 goes first
         pipe_q.consumer_wait(pl.make_pipeline_state(pl.PipelineUserType.Consumer, 1))  # TMA has filled Q
+        v_prev = scales[2][(blocks - 1) * cfg.tile_n // V_SCALE_GROUP]
         if const_expr(cfg.overlap):
-            v_prev, state_k = self.first_scores(
-                blocks - 1, warpgroup, frags, scales, softmax_state, p, pipe_k, state_k
-            )
-            ratio = Float32(1.0)
-            first_open = cutlass.max(masked_blocks, 1)  # the prologue's tile is done
-            for j in cutlass.range(1, first_open, unroll=1):
-                ratio, v_prev, state_k, state_v = self.overlap_step(
-                    True, blocks - 1 - j, warpgroup, frags, scales, softmax_state, out, p, ratio, v_prev,
+            acc = policy.new_scores()
+            pipe_k.consumer_wait(state_k)  # TMA has filled K of the first tile
+            policy.scores(acc, frags[0], frags[1], state_k.index)
+            body = blocks - 1
+            masked_body = cutlass.min(masked_blocks, body)
+            for j in cutlass.range(masked_body, unroll=1):
+                v_prev, state_k, state_v = self.overlap_step(
+                    True, False, blocks - 1 - j, warpgroup, frags, scales, softmax_state, acc, out, p, v_prev,
                     pipe_k, pipe_v, state_k, state_v,
                 )  # fmt: skip
-            for j in cutlass.range(first_open, blocks, unroll=1):
-                ratio, v_prev, state_k, state_v = self.overlap_step(
-                    False, blocks - 1 - j, warpgroup, frags, scales, softmax_state, out, p, ratio, v_prev,
+            for j in cutlass.range(masked_body, body, unroll=1):
+                v_prev, state_k, state_v = self.overlap_step(
+                    False, False, blocks - 1 - j, warpgroup, frags, scales, softmax_state, acc, out, p, v_prev,
                     pipe_k, pipe_v, state_k, state_v,
                 )  # fmt: skip
-            rescale = softmax_state[0][1]
-            pipe_v.consumer_wait(state_v)
-            tile = policy.product(0, p, frags[2][0], state_v.index)
-            wg.wait_group(0)
-            pipe_v.consumer_release(state_v)
-            policy.fold(0, out[0], tile, rescale, ratio)
+            # masked always: it is one tile, not worth a copy of the code without
+            v_prev, state_k, state_v = self.overlap_step(
+                True, True, Int32(0), warpgroup, frags, scales, softmax_state, acc, out, p, v_prev,
+                pipe_k, pipe_v, state_k, state_v,
+            )  # fmt: skip
         else:
-            v_prev = scales[2][(blocks - 1) * cfg.tile_n // V_SCALE_GROUP]
             for j in cutlass.range(masked_blocks, unroll=1):
                 v_prev, state_k, state_v = self.serial_step(
                     True, blocks - 1 - j, warpgroup, frags, scales, softmax_state, out, p, v_prev,

@@ -137,7 +137,7 @@ class Fp8Policy:
         The smem layout is made of swizzle atoms of 8 rows x `chunk` keys, all rows of a key chunk first.
         """
         cfg = self.cfg
-        chunk = min(cfg.tile_n, 128)
+        chunk = cfg.v_box
         atom = 8 * chunk
         atoms = (cfg.head_dim + SUM_ROWS) // 8
         out = []
@@ -186,12 +186,18 @@ class Fp8Policy:
 
     # -- products ---------------------------------------------------------------------------------------------
 
+    def new_scores(self) -> cute.Tensor:
+        """Accumulator of S; `as_float` is its float32 view."""
+        shape = self.qk_mma().get_slice(0).partition_shape_C((self.cfg.tile_m, self.cfg.tile_n))
+        return cute.make_rmem_tensor(shape, Int32 if self.int8 else Float32)
+
+    def as_float(self, acc: cute.Tensor) -> cute.Tensor:
+        return cute.recast_tensor(acc, Float32) if self.int8 else acc
+
     @cute.jit
-    def scores(self, q_frag: cute.Tensor, k_frag: cute.Tensor, stage: Int32) -> cute.Tensor:
-        """Issue S = Q K^T of the tile in `stage` (not waited for). Returns the FP32 view of the accumulator."""
+    def scores(self, acc: cute.Tensor, q_frag: cute.Tensor, k_frag: cute.Tensor, stage: Int32):
+        """Issue S = Q K^T of the tile in `stage` (not waited for)."""
         mma = self.qk_mma()  # a fresh atom: ACCUMULATE set here must not leak out of a loop body
-        shape = mma.get_slice(0).partition_shape_C((self.cfg.tile_m, self.cfg.tile_n))
-        acc = cute.make_rmem_tensor(shape, Int32 if const_expr(self.int8) else Float32)
         if const_expr(self.int8):
             acc.fill(INT8_OFFSET_BITS)
         mma.set(wg.Field.ACCUMULATE, self.int8)
@@ -200,7 +206,6 @@ class Fp8Policy:
             cute.gemm(mma, acc, q_frag[None, None, kb], k_frag[None, None, kb, stage], acc)
             mma.set(wg.Field.ACCUMULATE, True)
         wg.commit_group()
-        return cute.recast_tensor(acc, Float32) if const_expr(self.int8) else acc
 
     @cute.jit
     def product(self, part: cutlass.Constexpr, p: cute.Tensor, v_frag: cute.Tensor, stage: Int32) -> cute.Tensor:

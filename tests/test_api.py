@@ -1,0 +1,652 @@
+"""The public functions: results against float64, shapes, strides, warnings, and what reaches a launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import math
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cute_attn
+from cute_attn import Fp8Recipe, QuantizedQKV, api
+from cute_attn.quantize import PRESETS, quantize_reference
+from cute_attn.reference import attention
+
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+# Bounds of the relative rms error that rounding P to e4m3 leaves in an output of zero-mean V. It is that of
+# one rounding, because the errors of keys add up as the terms of the output do: 2.97e-2 by code and 2.45e-2
+# by ex2 over uniform log2 P, and up to 12% more where few keys have most of the weight.
+P_ERROR = {"code": 3.35e-2, "ex2": 2.8e-2}
+
+
+@pytest.fixture(autouse=True)
+def fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan remembered, no warning given yet."""
+    monkeypatch.setattr(api, "_plans", {})
+    monkeypatch.setattr(api, "_warned", False)
+
+
+class Shape(NamedTuple):
+    batch: int = 1
+    seqlen_q: int = 192
+    seqlen_k: int = 192
+    heads_q: int = 2
+    heads_k: int = 2
+    head_dim: int = 64
+
+    def tensors(self, dtype: torch.dtype = BF16, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+        q = torch.randn(self.batch, self.seqlen_q, self.heads_q, self.head_dim)
+        k, v = (torch.randn(self.batch, self.seqlen_k, self.heads_k, self.head_dim) for _ in range(2))
+        return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype)
+
+
+def rms(x: Tensor) -> float:
+    return x.double().pow(2).mean().sqrt().item()
+
+
+def one_ulp(actual: Tensor, expected: Tensor) -> None:
+    """Equal up to one rounding of bf16: float32 sums of another shape may end on the other side of a tie."""
+    torch.testing.assert_close(actual, expected, rtol=2.0**-7, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The package
+# ------------------------------------------------------------------------------------------------------------
+
+
+def python(code: str) -> str:
+    """Output of a fresh interpreter."""
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_import_is_light() -> None:
+    code = """
+import sys, cute_attn
+assert not {'torch', 'cutlass', 'numpy'} & set(sys.modules)
+assert set(cute_attn.__all__) <= set(dir(cute_attn))
+import cute_attn.kernels.config
+assert not {'torch', 'cutlass'} & set(sys.modules)
+import torch
+x = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)
+cute_attn.fp8_attention(x, x, x, backend='emulator')
+print(cute_attn.explain(x, x, x))
+assert 'cutlass' not in sys.modules and 'cute_attn.launch' not in sys.modules
+"""
+    assert "emulator" in python(code)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import cute_attn.quantize",
+        "from cute_attn.quantize import PRESETS",
+        "from cute_attn import quantize",
+        "",
+    ],
+)
+def test_quantize_is_the_function_whatever_was_imported_first(first: str) -> None:
+    code = f"""
+{first}
+import cute_attn
+from cute_attn import quantize
+from cute_attn.quantize import quantize_reference
+import cute_attn.api
+assert cute_attn.quantize is quantize is cute_attn.api.quantize
+assert callable(quantize_reference)
+"""
+    python(code)
+
+
+def test_names() -> None:
+    for name in cute_attn.__all__:
+        assert getattr(cute_attn, name) is not None
+    with pytest.raises(AttributeError, match="module 'cute_attn' has no attribute 'attention'"):
+        cute_attn.attention  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.delitem(vars(cute_attn), "__version__", raising=False)
+    assert cute_attn.__version__ == importlib.metadata.version("cute-attn")
+    monkeypatch.delitem(vars(cute_attn), "__version__")
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert cute_attn.__version__ == "0+unknown"
+    monkeypatch.delitem(vars(cute_attn), "__version__")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Results
+# ------------------------------------------------------------------------------------------------------------
+
+# Bounds of the relative rms error against float64 on N(0, 1) inputs, 10% above the largest of two seeds.
+# Rounding V and P is worth 4e-2 of it; e4m3 Q K^T adds the rest.
+TOTAL_ERROR = {"naive": 6.2e-2, "paper": 6.2e-2, "fp8": 6.4e-2, "accurate": 4.8e-2}
+# Bounds of the absolute error of lse. Rows of few keys have the largest: rounding one P by code is worth
+# 0.086 at most; e4m3 adds the error of a q . k of standard deviation 1, the extreme of hundreds.
+LSE_ERROR = {"naive": 0.15, "paper": 0.15, "fp8": 0.15, "accurate": 0.09}
+
+SHAPES = [
+    Shape(),
+    Shape(batch=2, seqlen_q=130, seqlen_k=321, heads_q=2, heads_k=1, head_dim=128),
+    Shape(seqlen_q=300, seqlen_k=200, heads_q=2, heads_k=1, head_dim=256),
+    Shape(seqlen_q=64, seqlen_k=1024),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("recipe", ["naive", "paper", "fp8", "accurate"])
+def test_against_float64(recipe: str, shape: Shape, causal: bool) -> None:
+    q, k, v = shape.tensors()
+    out, lse = cute_attn.fp8_attention(
+        q, k, v, recipe=recipe, causal=causal, return_lse=True, backend="emulator"
+    )
+    exact, exact_lse = attention(q, k, v, causal=causal, return_lse=True)
+    assert rms(out - exact) <= TOTAL_ERROR[recipe] * rms(exact)
+
+    # The error of the kernel alone, against exact attention of the same codes: rotation and smoothing cancel.
+    codes = cute_attn.quantize(q, k, v, recipe, backend="emulator")
+    of_codes = attention(*codes.dequantize(), causal=causal, return_lse=False)
+    assert rms(out - of_codes) <= P_ERROR[PRESETS[recipe].p_rounding] * rms(exact)
+
+    empty = exact_lse == -math.inf
+    assert torch.equal(lse == -math.inf, empty)
+    assert bool((out.transpose(1, 2)[empty] == 0).all())
+    assert (lse - exact_lse)[~empty].abs().max() <= LSE_ERROR[recipe]
+
+
+def test_softmax_scale() -> None:
+    q, k, v = Shape().tensors()
+    for scale in (0.01, 0.3):
+        out, lse = cute_attn.fp8_attention(q, k, v, softmax_scale=scale, return_lse=True, backend="emulator")
+        exact, exact_lse = attention(q, k, v, softmax_scale=scale, return_lse=True)
+        assert rms(out - exact) <= TOTAL_ERROR["accurate"] * rms(exact)
+        assert (lse - exact_lse).abs().max() <= LSE_ERROR["accurate"]
+
+
+def test_one_call_is_quantize_then_attend() -> None:
+    q, k, v = Shape(seqlen_k=300, heads_q=4).tensors()
+    for recipe in ("naive", "accurate", Fp8Recipe(rotation_seed=3, v_scale="head")):
+        whole = cute_attn.fp8_attention(q, k, v, recipe=recipe, return_lse=True, backend="emulator")
+        codes = cute_attn.quantize(q, k, v, recipe, backend="emulator")
+        parts = cute_attn.fp8_attention_quantized(codes, return_lse=True, backend="emulator")
+        assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
+
+
+def test_default_is_accurate() -> None:
+    q, k, v = Shape().tensors()
+    default = cute_attn.fp8_attention(q, k, v, backend="emulator")
+    assert torch.equal(default, cute_attn.fp8_attention(q, k, v, recipe="accurate", backend="emulator"))
+    assert torch.equal(default, cute_attn.fp8_attention(q, k, v, recipe=Fp8Recipe(), backend="emulator"))
+
+
+@pytest.mark.parametrize("recipe", ["naive", "accurate"])
+def test_quantize_is_the_reference(recipe: str) -> None:
+    q, k, v = Shape(seqlen_q=5, seqlen_k=70).tensors(FP16)
+    made = cute_attn.quantize(q, k, v, recipe, backend="emulator")
+    expected = quantize_reference(q, k, v, PRESETS[recipe])
+    for field in dataclasses.fields(QuantizedQKV):
+        got, want = getattr(made, field.name), getattr(expected, field.name)
+        if isinstance(want, Tensor):
+            assert got.dtype == want.dtype and torch.equal(got.float(), want.float())
+        else:
+            assert got == want
+
+
+@pytest.mark.parametrize("in_dtype", [BF16, FP16])
+@pytest.mark.parametrize("out_dtype", [None, BF16, FP16])
+def test_shapes_and_dtypes(in_dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
+    q, k, v = Shape(batch=2, seqlen_q=5, seqlen_k=70, heads_q=6, heads_k=3).tensors(in_dtype)
+    out, lse = cute_attn.fp8_attention(q, k, v, out_dtype=out_dtype, return_lse=True, backend="emulator")
+    assert out.shape == q.shape and out.dtype == (out_dtype or in_dtype) and out.is_contiguous()
+    assert lse.shape == (2, 6, 5) and lse.dtype == torch.float32
+    alone = cute_attn.fp8_attention(q, k, v, out_dtype=out_dtype, backend="emulator")
+    assert isinstance(alone, Tensor) and torch.equal(alone, out)
+    codes = cute_attn.quantize(q, k, v, backend="emulator")
+    prepared = cute_attn.fp8_attention_quantized(codes, out_dtype=out_dtype, backend="emulator")
+    assert torch.equal(prepared, out)
+
+
+def test_query_heads_share_key_heads_in_groups() -> None:
+    q, k, v = Shape(seqlen_q=40, seqlen_k=90, heads_q=6, heads_k=2).tensors()
+    grouped, grouped_lse = cute_attn.fp8_attention(q, k, v, return_lse=True, backend="emulator")
+    k_all, v_all = k.repeat_interleave(3, dim=2), v.repeat_interleave(3, dim=2)
+    single, single_lse = cute_attn.fp8_attention(q, k_all, v_all, return_lse=True, backend="emulator")
+    one_ulp(grouped, single)
+    torch.testing.assert_close(grouped_lse, single_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_causal_is_bottom_right() -> None:
+    """Each row equals full attention to the keys that it may see."""
+    q, k, v = Shape(seqlen_q=7, seqlen_k=4, heads_q=1, heads_k=1).tensors()
+    out, lse = cute_attn.fp8_attention(
+        q, k, v, recipe="naive", causal=True, return_lse=True, backend="emulator"
+    )
+    assert bool((out[:, :3] == 0).all()) and bool((lse[:, :, :3] == -math.inf).all())
+    codes = cute_attn.quantize(q, k, v, "naive", backend="emulator")
+    for row in range(3, 7):
+        dq, dk, dv = codes.dequantize()
+        keys = row - 2
+        alone, alone_lse = attention(dq[:, row : row + 1], dk[:, :keys], dv[:, :keys], return_lse=True)
+        assert rms(out[:, row : row + 1] - alone) <= 2.0**-4 * dv.abs().max()
+        torch.testing.assert_close(
+            lse[:, :, row].double(), alone_lse[:, :, 0], rtol=0, atol=LSE_ERROR["naive"]
+        )
+    # One key has one weight, whatever its rounding.
+    torch.testing.assert_close(out[0, 3, 0].double(), dv[0, 0, 0], rtol=2.0**-8, atol=0)
+
+
+def test_one_causal_query_sees_all_keys() -> None:
+    q, k, v = Shape(seqlen_q=1, seqlen_k=300).tensors()
+    masked = cute_attn.fp8_attention(q, k, v, causal=True, return_lse=True, backend="emulator")
+    full = cute_attn.fp8_attention(q, k, v, causal=False, return_lse=True, backend="emulator")
+    assert torch.equal(masked[0], full[0]) and torch.equal(masked[1], full[1])
+
+
+def fused_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of one (batch, seqlen, 3, heads, head_dim) tensor."""
+    return torch.stack((q, k, v), dim=2).unbind(dim=2)  # type: ignore[return-value]
+
+
+def head_major(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Transposed views of (batch, heads, seqlen, head_dim) tensors."""
+    return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))  # type: ignore[return-value]
+
+
+def wide_rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Slices of rows that are longer, from an offset that is no multiple of 16 bytes."""
+
+    def view(x: Tensor) -> Tensor:
+        wide = x.new_full((*x.shape[:-1], x.shape[-1] + 6), math.nan)
+        wide[..., 3:-3] = x
+        return wide[..., 3:-3]
+
+    return view(q), view(k), view(v)
+
+
+@pytest.mark.parametrize("view", [fused_qkv, head_major, wide_rows])
+@pytest.mark.parametrize("recipe", ["naive", "accurate"])
+def test_strides_do_not_matter(view: Callable[..., tuple[Tensor, Tensor, Tensor]], recipe: str) -> None:
+    tensors = Shape(batch=2, seqlen_q=70, seqlen_k=70).tensors()
+    views = view(*tensors)
+    assert all(x.stride(-1) == 1 and not x.is_contiguous() for x in views)
+    for causal in (False, True):
+        contiguous, strided = (
+            cute_attn.fp8_attention(*x, recipe=recipe, causal=causal, return_lse=True, backend="emulator")
+            for x in (tensors, views)
+        )
+        assert torch.equal(contiguous[0], strided[0]) and torch.equal(contiguous[1], strided[1])
+
+
+def test_expanded_batch() -> None:
+    q, k, v = Shape(seqlen_q=5, seqlen_k=9).tensors()
+    alone = cute_attn.fp8_attention(q, k, v, backend="emulator")
+    many = cute_attn.fp8_attention(*(x.expand(3, -1, -1, -1) for x in (q, k, v)), backend="emulator")
+    for one in many.split(1):
+        one_ulp(one, alone)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("recipe", list(PRESETS))
+def test_bad_values_stay_visible(name: str, bad: float, recipe: str) -> None:
+    """One bad element of head 1: outputs that depend on it become NaN, never something plausible."""
+    tensors = dict(zip("qkv", Shape(seqlen_q=40, seqlen_k=40).tensors(), strict=True))
+    tensors[name][0, 3, 1, 5] = bad
+    out = cute_attn.fp8_attention(**tensors, recipe=recipe, backend="emulator")
+    rows = out[0, 3, 1] if name == "q" else out[0, :, 1]
+    assert bool(rows.isnan().all())
+    whole_tensor = getattr(PRESETS[recipe], f"{name}_scale") == "tensor"
+    assert bool(out[0, :, 0].isnan().any()) == whole_tensor
+
+
+def test_grad_mode_and_inference_mode_leave_results_alone() -> None:
+    q, k, v = Shape(seqlen_q=5, seqlen_k=9).tensors()
+    plain = cute_attn.fp8_attention(q, k, v, backend="emulator")
+    with torch.inference_mode():
+        assert torch.equal(cute_attn.fp8_attention(q, k, v, backend="emulator"), plain)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# e4m3 tensors that exist already
+# ------------------------------------------------------------------------------------------------------------
+
+
+def test_fp8_tensors_with_descales() -> None:
+    q, k, v = (x.to(E4M3) for x in Shape(batch=2, seqlen_q=130, seqlen_k=257, heads_q=4).tensors())
+    descales = {name: torch.rand(2, 2) + 0.5 for name in ("q_descale", "k_descale", "v_descale")}
+    for causal in (False, True):
+        out, lse = cute_attn.flash_attn_fp8_func(
+            q, k, v, causal=causal, **descales, return_lse=True, backend="emulator"
+        )
+        assert out.dtype == BF16 and out.shape == q.shape and lse.shape == (2, 4, 130)
+        heads = {
+            name: x.repeat_interleave(2, dim=1)[:, None, :, None].double() for name, x in descales.items()
+        }
+        exact, exact_lse = attention(
+            q.double() * heads["q_descale"],
+            k.double() * descales["k_descale"][:, None, :, None].double(),
+            v.double() * descales["v_descale"][:, None, :, None].double(),
+            causal=causal,
+            return_lse=True,
+        )
+        assert rms(out - exact) <= P_ERROR["code"] * rms(exact)
+        assert (lse - exact_lse).abs().max() <= LSE_ERROR["accurate"]
+
+
+def test_fp8_descales_default_to_one_and_may_be_expanded() -> None:
+    q, k, v = (x.to(E4M3) for x in Shape(batch=2, seqlen_q=9, seqlen_k=17).tensors())
+    plain = cute_attn.flash_attn_fp8_func(q, k, v, backend="emulator")
+    one = torch.ones(1).expand(2, 2)
+    assert torch.equal(
+        plain, cute_attn.flash_attn_fp8_func(q, k, v, None, False, one, one, one, backend="emulator")
+    )
+    doubled = cute_attn.flash_attn_fp8_func(q, k, v, v_descale=2 * one, backend="emulator")
+    assert torch.equal(doubled, 2 * plain)
+
+
+def test_fp8_positional_arguments_are_those_of_flash_attention_3() -> None:
+    q, k, v = (x.to(E4M3) for x in Shape(seqlen_q=9, seqlen_k=17).tensors())
+    positional = cute_attn.flash_attn_fp8_func(q, k, v, 0.2, True, backend="emulator")
+    named = cute_attn.flash_attn_fp8_func(q, k, v, softmax_scale=0.2, causal=True, backend="emulator")
+    assert torch.equal(positional, named)
+    assert cute_attn.flash_attn_fp8_func(q, k, v, out_dtype=FP16, backend="emulator").dtype == FP16
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Nothing to compute
+# ------------------------------------------------------------------------------------------------------------
+
+EMPTY = [
+    Shape(batch=0),
+    Shape(seqlen_q=0),
+    Shape(seqlen_k=0),
+    Shape(seqlen_q=0, seqlen_k=0),
+    Shape(batch=0, seqlen_k=0, heads_q=4, head_dim=256),
+]
+
+
+@pytest.mark.parametrize("shape", EMPTY, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("causal", [False, True])
+def test_empty(shape: Shape, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = shape.tensors()
+    codes = {recipe: cute_attn.quantize(q, k, v, recipe) for recipe in PRESETS}
+
+    def fail(*args: object, **options: object) -> None:
+        raise AssertionError("there is nothing to compute")
+
+    monkeypatch.setattr("cute_attn.emulator.emulate_forward", fail)
+    results = [cute_attn.fp8_attention(q, k, v, causal=causal, return_lse=True)]
+    results += [cute_attn.fp8_attention_quantized(x, causal=causal, return_lse=True) for x in codes.values()]
+    e4m3 = [x.to(E4M3) for x in (q, k, v)]
+    results += [cute_attn.flash_attn_fp8_func(*e4m3, causal=causal, return_lse=True)]
+    for out, lse in results:
+        assert out.shape == q.shape and out.dtype == BF16 and bool((out == 0).all())
+        assert lse.shape == (shape.batch, shape.heads_q, shape.seqlen_q) and lse.dtype == torch.float32
+        assert bool((lse == -math.inf).all())
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Warnings
+# ------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_says_once_that_it_chose_the_emulator() -> None:
+    q, k, v = Shape(seqlen_q=1, seqlen_k=1).tensors()
+    e4m3 = [x.to(E4M3) for x in (q, k, v)]
+    codes = cute_attn.quantize(q, k, v)
+    for call in (
+        lambda: cute_attn.fp8_attention(q, k, v),
+        lambda: cute_attn.fp8_attention_quantized(codes),
+        lambda: cute_attn.flash_attn_fp8_func(*e4m3),
+    ):
+        api._warned = False
+        with pytest.warns(
+            UserWarning, match=r"the emulator .* not on an NVIDIA GPU.* backend='emulator'"
+        ) as caught:
+            call()
+        assert caught[0].filename == __file__, "the warning names the caller's line"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call()
+
+
+def test_the_emulator_is_silent_where_it_was_asked_for() -> None:
+    q, k, v = Shape(seqlen_q=1, seqlen_k=1).tensors()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cute_attn.fp8_attention(q, k, v, backend="emulator")
+        cute_attn.quantize(q, k, v)
+        cute_attn.explain(q, k, v)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# explain
+# ------------------------------------------------------------------------------------------------------------
+
+
+def test_explain_plans_what_the_call_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = Shape(seqlen_k=77, heads_q=4).tensors()
+    seen: dict[str, Any] = {}
+    emulator = importlib.import_module("cute_attn.emulator")
+    real = emulator.emulate_forward
+
+    def spy(qkv: QuantizedQKV, **options: Any) -> tuple[Tensor, Tensor]:
+        seen.update(options, recipe=qkv.recipe)
+        return real(qkv, **options)
+
+    monkeypatch.setattr(emulator, "emulate_forward", spy)
+    for recipe in ("paper", "accurate"):
+        plan = cute_attn.explain(q, k, v, recipe=recipe, causal=True, out_dtype=FP16, backend="emulator")
+        cute_attn.fp8_attention(q, k, v, recipe=recipe, causal=True, out_dtype=FP16, backend="emulator")
+        assert seen == {
+            "causal": True,
+            "softmax_scale": 0.125,
+            "tile_m": plan.config.tile_m,
+            "tile_n": plan.config.tile_n,
+            "out_dtype": FP16,
+            "recipe": plan.recipe,
+        }
+
+
+def test_explain_of_prepared_operands() -> None:
+    q, k, v = Shape(seqlen_k=77, heads_q=4).tensors()
+    codes = cute_attn.quantize(q, k, v, "paper")
+    plan = cute_attn.explain(codes, causal=True)
+    whole = cute_attn.explain(q, k, v, recipe="paper", causal=True)
+    assert plan.config == whole.config and plan.recipe == whole.recipe == PRESETS["paper"]
+    assert plan.quantize_config is None and whole.quantize_config is not None
+    assert cute_attn.explain(codes, recipe="paper", causal=True) is plan
+
+
+def test_explain_accepts_inputs_that_require_grad() -> None:
+    q, k, v = Shape(seqlen_q=1).tensors()
+    assert cute_attn.explain(q.requires_grad_(), k, v).backend == "emulator"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What reaches a launch, without a GPU
+# ------------------------------------------------------------------------------------------------------------
+
+
+class Launches:
+    """Stands for launch.py on a Hopper GPU that is not there; remembers the calls."""
+
+    def __init__(self) -> None:
+        self.quantize: list[tuple[Any, ...]] = []
+        self.forward: list[tuple[Any, ...]] = []
+        self.codes: QuantizedQKV | None = None
+
+    def launch_quantize(
+        self, q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, config: Any, **options: Any
+    ) -> QuantizedQKV:
+        self.quantize.append((q, k, v, recipe, config))
+        return quantize_reference(q, k, v, recipe) if self.codes is None else self.codes
+
+    def launch_forward(self, qkv: QuantizedQKV, config: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        self.forward.append((qkv, config, options))
+        return qkv.q, qkv.q_scale
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    fake = Launches()
+    monkeypatch.setattr("cute_attn.problem.device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(api, "device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("cute_attn.launch.launch_quantize", fake.launch_quantize)
+    monkeypatch.setattr("cute_attn.launch.launch_forward", fake.launch_forward)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no word of the emulator
+        yield fake
+
+
+@pytest.mark.parametrize("backend", ["auto", "sm90"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sm90_launches_the_plan(launches: Launches, backend: str, causal: bool) -> None:
+    q, k, v = Shape(seqlen_k=77, heads_q=4).tensors()
+    options = {"recipe": "paper", "causal": causal, "out_dtype": FP16, "backend": backend}
+    plan = cute_attn.explain(q, k, v, **options)
+    assert plan.backend == "sm90" and plan.kernel == plan.config.name
+    cute_attn.fp8_attention(q, k, v, softmax_scale=0.3, **options)
+    (quantised,), (attended,) = launches.quantize, launches.forward
+    assert quantised == (q, k, v, PRESETS["paper"], plan.quantize_config)
+    codes, config, given = attended
+    assert config == plan.config and codes.recipe == PRESETS["paper"]
+    assert given == {"causal": causal, "softmax_scale": 0.3, "out_dtype": FP16}
+
+
+def test_sm90_takes_prepared_operands_as_they_are(launches: Launches) -> None:
+    q, k, v = Shape(seqlen_q=1, seqlen_k=77).tensors()
+    codes = cute_attn.quantize(q, k, v)
+    cute_attn.fp8_attention_quantized(codes, causal=True)
+    assert launches.forward[0][0] is codes
+    assert launches.forward[0][1].causal is False and launches.forward[0][2]["causal"] is False
+
+    e4m3 = [x.to(E4M3) for x in (q, k, v)]
+    cute_attn.flash_attn_fp8_func(*e4m3)
+    assert launches.forward[1][0].q is e4m3[0] and launches.forward[1][0].k is e4m3[1]
+    assert len(launches.quantize) == 1
+
+
+def test_sm90_launches_nothing_for_empty_inputs(launches: Launches) -> None:
+    for shape in EMPTY:
+        q, k, v = shape.tensors()
+        cute_attn.fp8_attention(q, k, v)
+        cute_attn.fp8_attention_quantized(cute_attn.quantize(q, k, v))
+        cute_attn.flash_attn_fp8_func(*(x.to(E4M3) for x in (q, k, v)))
+    assert not launches.quantize and not launches.forward
+
+
+@pytest.mark.parametrize("view", [fused_qkv, head_major, wide_rows])
+def test_sm90_gets_aligned_tensors(
+    launches: Launches, view: Callable[..., tuple[Tensor, Tensor, Tensor]]
+) -> None:
+    """TMA wants addresses and strides that are multiples of 16 bytes; only other tensors are copied."""
+    tensors = Shape(batch=2, seqlen_q=17, seqlen_k=17).tensors()
+    views = view(*tensors)
+    cute_attn.fp8_attention(*views)
+    for given, original, value in zip(launches.quantize[0], views, tensors, strict=False):
+        assert given.data_ptr() % 16 == 0 and given.stride(-1) == 1
+        assert all(stride * given.element_size() % 16 == 0 for stride in given.stride()[:-1])
+        assert torch.equal(given, value)
+        assert (given is original) == (view is not wide_rows)
+
+    e4m3 = [x.to(E4M3) for x in tensors]
+    odd = [
+        torch.cat([x.view(torch.uint8), x.view(torch.uint8)[..., :1]], -1)[..., :64].view(E4M3) for x in e4m3
+    ]
+    cute_attn.flash_attn_fp8_func(*odd)
+    codes = launches.forward[-1][0]
+    for given, value in ((codes.q, e4m3[0]), (codes.k, e4m3[1])):
+        assert all(stride % 16 == 0 for stride in given.stride()[:-1])
+        assert torch.equal(given.float(), value.float())
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the torch operations that are dispatched."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_host_path_runs_no_torch_operation(launches: Launches) -> None:
+    """Validation and planning read attributes: an operation costs microseconds, perhaps even a wait."""
+    q, k, v = Shape(seqlen_k=77).tensors()
+    launches.codes = codes = cute_attn.quantize(q, k, v)
+    for _ in range(2):  # before and after the plan is known
+        with CountOps() as ops:
+            cute_attn.fp8_attention(q, k, v, return_lse=True)
+            cute_attn.fp8_attention_quantized(codes, return_lse=True)
+            cute_attn.explain(q, k, v)
+        assert ops.count == 0
+    assert len(launches.forward) == 4
+
+
+def test_remembered_plans_are_bounded(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_MAX_PLANS", 8)
+    x = torch.zeros(1, 40, 1, 64, dtype=BF16)
+    for seqlen in range(1, 41):
+        plan = cute_attn.explain(x[:, :seqlen], x, x)
+        assert plan.problem.seqlen_q == seqlen
+        assert len(api._plans) <= 8
+
+
+# ------------------------------------------------------------------------------------------------------------
+# On the GPU
+# ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("recipe", ["naive", "paper", "fp8", "accurate"])
+def test_gpu_against_float64(recipe: str, shape: Shape, causal: bool) -> None:
+    q, k, v = shape.tensors(device="cuda")
+    assert cute_attn.explain(q, k, v, recipe=recipe, causal=causal).backend == "sm90"
+    out, lse = cute_attn.fp8_attention(q, k, v, recipe=recipe, causal=causal, return_lse=True)
+    exact, exact_lse = attention(q, k, v, causal=causal, return_lse=True)
+    assert rms(out - exact) <= TOTAL_ERROR[recipe] * rms(exact)
+    assert torch.equal(lse == -math.inf, exact_lse == -math.inf)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("view", [fused_qkv, head_major, wide_rows])
+def test_gpu_strides_do_not_matter(view: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
+    tensors = Shape(batch=2, seqlen_q=70, seqlen_k=70).tensors(device="cuda")
+    contiguous, strided = (
+        cute_attn.fp8_attention(*x, causal=True, return_lse=True) for x in (tensors, view(*tensors))
+    )
+    assert torch.equal(contiguous[0], strided[0]) and torch.equal(contiguous[1], strided[1])
+
+
+@pytest.mark.gpu
+def test_gpu_fp8_tensors() -> None:
+    q, k, v = (x.to(E4M3) for x in Shape(seqlen_q=130, seqlen_k=257, heads_q=4).tensors(device="cuda"))
+    out = cute_attn.flash_attn_fp8_func(q, k, v)
+    exact = attention(q, k, v, return_lse=False)
+    assert rms(out - exact) <= P_ERROR["code"] * rms(exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_gpu_device_mismatch(name: str) -> None:
+    tensors = dict(zip("qkv", Shape(seqlen_q=5, seqlen_k=9).tensors(device="cuda"), strict=True))
+    tensors[name] = tensors[name].cpu()
+    with pytest.raises(ValueError, match=f"{name} is on device cpu; allowed: that of q, cuda:0"):
+        cute_attn.fp8_attention(**tensors)

@@ -1,0 +1,291 @@
+"""Planning: the tile table and its budgets, purity, and the texts of `explain`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cute_attn import plan
+from cute_attn.kernels.config import REGISTERS_PER_SM, SMEM_LIMIT, FwdConfig
+from cute_attn.plan import Plan, make_plan
+from cute_attn.problem import Problem, device_capability
+from cute_attn.quantize import PRESETS, Fp8Recipe
+
+HOPPER = (9, 0)
+
+
+def problem(**changed: Any) -> Problem:
+    """A problem on a Hopper GPU that is not there."""
+    fields: dict[str, Any] = {
+        "batch": 2,
+        "seqlen_q": 1000,
+        "seqlen_k": 3000,
+        "heads_q": 8,
+        "heads_k": 2,
+        "head_dim": 128,
+        "in_dtype": torch.bfloat16,
+        "out_dtype": torch.bfloat16,
+        "causal": False,
+        "recipe": PRESETS["default"],
+        "capability": HOPPER,
+    }
+    return Problem(**{**fields, **changed})
+
+
+RECIPES = st.builds(
+    Fp8Recipe,
+    qk_dtype=st.sampled_from(["e4m3", "int8"]),
+    q_scale=st.sampled_from(["tensor", "head", "block", "token"]),
+    k_scale=st.sampled_from(["tensor", "head", "block"]),
+    k_block=st.sampled_from([64, 128]),
+    v_scale=st.sampled_from(["tensor", "head", "block"]),
+    rotation=st.sampled_from(["none", "hadamard"]),
+    smooth_k=st.booleans(),
+    p_rounding=st.sampled_from(["code", "ex2"]),
+)
+PROBLEMS = st.builds(
+    Problem,
+    batch=st.integers(0, 70_000),
+    seqlen_q=st.integers(0, 600_000),
+    seqlen_k=st.integers(0, 600_000),
+    heads_q=st.integers(1, 80_000),
+    heads_k=st.just(1),
+    head_dim=st.sampled_from([64, 128, 256]),
+    in_dtype=st.sampled_from([torch.float16, torch.bfloat16, None]),
+    out_dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    causal=st.booleans(),
+    recipe=RECIPES,
+    capability=st.sampled_from([None, (7, 5), (8, 9), HOPPER, (10, 0)]),
+)
+
+
+def test_print_the_tile_table() -> None:
+    """Run with -s to see it."""
+    rows = plan.tile_table()
+    columns = [name for name in rows[0] if name != "why"]
+    widths = {name: max(len(name), *(len(str(row[name])) for row in rows)) for name in columns}
+    print()
+    print("  ".join(name.rjust(widths[name]) for name in columns), " why")
+    for row in rows:
+        print("  ".join(str(row[name]).rjust(widths[name]) for name in columns), "", row["why"])
+    keys = {(row["head_dim"], row["qk_dtype"], row["causal"], row["p_rounding"]) for row in rows}
+    assert keys == set(itertools.product((64, 128, 256), ("e4m3", "int8"), (False, True), ("code", "ex2")))
+    assert len(rows) == len(keys)
+
+
+def test_every_key_is_served_by_one_row() -> None:
+    served = [
+        (tile.head_dim, *key)
+        for tile in plan.TILES
+        for key in itertools.product(tile.qk_dtypes, tile.causals, tile.p_roundings)
+    ]
+    assert len(served) == len(set(served)) == 3 * 2 * 2 * 2
+
+
+@pytest.mark.parametrize("config", plan.all_forward_configs(), ids=lambda config: config.name)
+def test_forward_configs_keep_the_budgets(config: FwdConfig) -> None:
+    config.check()
+    assert config.smem_bytes <= SMEM_LIMIT == 232_448
+    threads = 128
+    registers = threads * (config.consumer_regs * config.consumer_warpgroups + config.producer_regs)
+    assert registers <= REGISTERS_PER_SM == 65_536
+    # setmaxnreg takes multiples of 8 up to 255; the kernel starts with an equal share for every thread.
+    assert config.consumer_regs % 8 == config.producer_regs % 8 == 0
+    assert config.producer_regs <= REGISTERS_PER_SM // config.threads <= config.consumer_regs <= 255
+    assert config.tile_n % 64 == 0  # whole K scale groups
+    assert 256 % config.tile_n == 0  # one V scale for each tile
+
+
+def test_rows_say_why() -> None:
+    for tile in plan.TILES:
+        assert len(tile.why) > 40, tile
+        assert not tile.why.endswith("."), "it becomes part of a list"
+
+
+def test_configs_are_distinct_and_valid() -> None:
+    forward, quantise = plan.all_forward_configs(), plan.all_quantize_configs()
+    assert len(forward) == 3 * 2 * 2 * 2 * 2
+    for config in (*forward, *quantise):
+        config.check()
+    names = [config.name for config in (*forward, *quantise)]
+    assert len(set(names)) == len(names)
+    # naive, paper, fp8, accurate from two dtypes, and the transposition of V: for each head_dim
+    assert len(quantise) == 3 * (4 * 2 + 1)
+
+
+@given(PROBLEMS, st.sampled_from(["auto", "emulator"]))
+def test_plans_name_shipped_kernels(case: Problem, backend: str) -> None:
+    made = make_plan(case, backend)
+    assert made.config in plan.all_forward_configs()
+    assert made.backend == ("sm90" if backend == "auto" and case.capability == HOPPER else "emulator")
+    assert made.kernel == (made.config.name if made.backend == "sm90" else f"emulator({made.config.name})")
+    assert made.config.qk_dtype == case.recipe.qk_dtype
+    assert made.config.p_rounding == case.recipe.p_rounding
+    assert made.config.head_dim == case.head_dim
+    assert made.smem_bytes == made.config.smem_bytes
+    assert (made.quantize_config is None) == (case.in_dtype is None)
+    if made.quantize_config is not None:
+        made.quantize_config.check()
+        assert made.quantize_config.rotate == (case.recipe.rotation == "hadamard")
+        assert made.quantize_config.smooth == case.recipe.smooth_k
+        assert made.quantize_config.qk_dtype == case.recipe.qk_dtype
+
+
+@given(PROBLEMS)
+def test_grid_covers_every_row_in_one_dimension(case: Problem) -> None:
+    made = make_plan(case, "emulator")
+    x, y, z = made.grid
+    assert (y, z) == (1, 1)  # those two stop at 65535
+    if case.is_empty:
+        assert x == 0
+    else:
+        assert x % (case.batch * case.heads_q) == 0
+        tiles = x // (case.batch * case.heads_q)
+        assert (tiles - 1) * made.config.tile_m < case.seqlen_q <= tiles * made.config.tile_m
+
+
+@given(PROBLEMS, st.sampled_from(["auto", "emulator"]))
+def test_planning_is_pure(case: Problem, backend: str) -> None:
+    again = dataclasses.replace(case)
+    assert again == case and hash(again) == hash(case)
+    uncached = make_plan.__wrapped__
+    assert uncached(case, backend) == uncached(again, backend) == make_plan(case, backend)
+
+
+def test_planning_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise AssertionError("planning asked for the device")
+
+    for name in ("get_device_capability", "is_available", "current_device", "get_device_properties"):
+        monkeypatch.setattr(torch.cuda, name, fail)
+    uncached = make_plan.__wrapped__
+    assert uncached(problem(), "auto").backend == "sm90"
+    assert uncached(problem(), "sm90").backend == "sm90"
+
+
+def test_emulator_has_the_tiles_of_the_kernel() -> None:
+    """Else their results could differ: rounding depends on the order of tiles."""
+    for head_dim, recipe in itertools.product((64, 128, 256), PRESETS.values()):
+        case = problem(head_dim=head_dim, recipe=recipe)
+        on_cpu = dataclasses.replace(case, capability=None)
+        assert make_plan(case, "auto").config == make_plan(on_cpu, "auto").config
+
+
+def test_quantiser_modes_follow_the_recipe() -> None:
+    def modes(**fields: Any) -> tuple[str, str, str]:
+        config = plan.quantize_config(Fp8Recipe(**fields), 64, "fp16")
+        return config.q_mode, config.k_mode, config.v_mode
+
+    assert modes() == ("token", "block64", "block")
+    assert modes(q_scale="block", k_block=128) == ("block", "block128", "block")
+    assert modes(q_scale="tensor", k_scale="head", v_scale="head") == ("static", "static", "static")
+
+
+def test_one_query_needs_no_causal_kernel() -> None:
+    made = make_plan(problem(causal=True, seqlen_q=1), "auto")
+    assert not made.config.causal and made.problem.causal
+    assert any("one query row sees every key" in reason for reason in made.reasons)
+    assert make_plan(problem(causal=True, seqlen_q=2), "auto").config.causal
+
+
+@pytest.mark.parametrize(
+    ("capability", "backend", "chosen", "why"),
+    [
+        (HOPPER, "auto", "sm90", "the GPU has compute capability 9.0 (Hopper)"),
+        (HOPPER, "sm90", "sm90", "backend 'sm90' was asked for"),
+        (HOPPER, "emulator", "emulator", "backend 'emulator' was asked for"),
+        ((8, 9), "auto", "emulator", "the GPU has compute capability 8.9, and the kernels need 9.x"),
+        ((10, 0), "auto", "emulator", "the GPU has compute capability 10.0, and the kernels need 9.x"),
+        (None, "auto", "emulator", "the tensors are not on an NVIDIA GPU"),
+    ],
+)
+def test_backend_and_its_reason(
+    capability: tuple[int, int] | None, backend: str, chosen: str, why: str
+) -> None:
+    made = make_plan(problem(capability=capability), backend)
+    assert made.backend == chosen
+    assert why in made.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("capability", "backend", "message"),
+    [
+        (HOPPER, "sm80", "backend is 'sm80'; allowed: 'auto', 'sm90', 'emulator'"),
+        (None, "sm90", "backend is 'sm90' but q is on a device that is no NVIDIA GPU"),
+        ((8, 0), "sm90", "backend is 'sm90' but q is on a GPU of compute capability 8.0"),
+    ],
+)
+def test_impossible_backends(capability: tuple[int, int] | None, backend: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        make_plan(problem(capability=capability), backend)
+    assert message in str(caught.value)
+
+
+def text_of(made: Plan) -> str:
+    return " ".join(str(made).split())
+
+
+def test_text_on_hopper() -> None:
+    made = make_plan(problem(causal=True), "auto")
+    text = text_of(made)
+    for part in (
+        "backend sm90",
+        f"kernel {made.config.name}",
+        f"quantiser {made.quantize_config.name if made.quantize_config else None}",
+        "batch 2, seqlen_q 1000, seqlen_k 3000, heads_q 8, heads_k 2, head_dim 128, causal",
+        "output torch.bfloat16",
+        "accurate: Q K^T in int8, P V in e4m3; scales Q token, K block of 64, V block; rotation hadamard",
+        f"{made.config.tile_m} queries x {made.config.tile_n} keys",
+        f"{made.smem_bytes} of 232448 bytes",
+        f"grid ({-(-1000 // made.config.tile_m) * 8 * 2}, 1, 1) CTAs of {made.config.threads} threads",
+        *made.reasons,
+    ):
+        assert part in text
+    assert "emulat" not in text
+
+
+def test_text_of_the_emulator_says_so() -> None:
+    text = text_of(make_plan(problem(capability=None, recipe=PRESETS["naive"]), "auto"))
+    for part in (
+        "backend emulator",
+        "kernel emulator(fwd_sm90_e4m3_d128_full_ex2",
+        "quantiser torch reference of quantize_bf16_e4m3_d128_qstatic_kstatic_vstatic",
+        "(of the kernel that is emulated)",
+        "the tensors are not on an NVIDIA GPU",
+        "scales of a whole tensor or head need a pass for the largest magnitude",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"seqlen_k": 0}, "nothing is launched: there are no keys"),
+        ({"seqlen_q": 0}, "nothing is launched: there is no output"),
+        ({"batch": 0}, "nothing is launched: there is no output"),
+    ],
+)
+def test_text_of_an_empty_problem(changed: dict[str, int], why: str) -> None:
+    made = make_plan(problem(**changed), "auto")
+    assert made.grid == (0, 1, 1)
+    assert why in text_of(made)
+
+
+def test_text_of_ready_operands() -> None:
+    assert "quantiser none: operands are already 8-bit" in text_of(make_plan(problem(in_dtype=None), "auto"))
+
+
+def test_devices_that_are_no_nvidia_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_capability(torch.device("cpu")) is None
+    # ROCm's torch says "cuda" too, and capability (9, 4) for a GPU that is no Hopper.
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert device_capability.__wrapped__(torch.device("cuda", 0)) is None
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert device_capability.__wrapped__(torch.device("cuda", 0)) == (9, 4)
