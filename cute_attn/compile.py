@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cute_attn.kernels.config import FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import K_SCALE_PAD, FwdConfig, QuantizeConfig
 
 KernelConfig = FwdConfig | QuantizeConfig
 
@@ -38,6 +38,9 @@ def build(config: KernelConfig, options: str = "") -> Any:
         strides = tuple(cute.sym_int64() for _ in shape)
         return make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
 
+    def rows(groups: Any, divisibility: int, align: int) -> Any:  # scales of the key groups of a head, contiguous
+        return fake(cutlass.Float32, (batch, heads_k, groups), divisibility, align)
+
     f8 = cutlass.Float8E4M3FN
     batch, seqlen_q, seqlen_k, heads_q, heads_k = (cute.sym_int32() for _ in range(5))
     padded_k, k_groups, v_groups = (cute.sym_int32() for _ in range(3))
@@ -56,8 +59,8 @@ def build(config: KernelConfig, options: str = "") -> Any:
             wide(code, batch, seqlen_k, heads_k, d),
             vt,
             scalars(batch, heads_q, seqlen_q),
-            scalars(batch, heads_k, k_groups),
-            scalars(batch, heads_k, v_groups),
+            rows(k_groups, K_SCALE_PAD, 4 * K_SCALE_PAD),
+            rows(v_groups, 1, 4),
             scalars(batch, heads_q, seqlen_q),
             wide(cutlass.BFloat16 if config.out_dtype == "bf16" else cutlass.Float16, batch, seqlen_q, heads_q, d),
             scalars(batch, heads_q, seqlen_q),

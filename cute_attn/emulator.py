@@ -13,16 +13,20 @@ first:
     s_g    = max((q_scale * scale_log2) * k_scale_g, 2^-126)     g: group of 64 keys
              int8: with its two lowest mantissa bits cleared
     S      = dot of the codes, -inf where masked
-    m_tile = max over the groups of (max S) * s_g ;  rounded to an integer if |m_tile| < 2^22
-    m      = max(m_old, m_tile) ;  corr = exp2(m_old - m), 0 if m_old = -inf ;  m counts as 0 where it is -inf
-    code:  P = e4m3 byte round(float16(max(fma(S, 8 s_g, 119.65625 - 8 m), 0)))
-    ex2:   P = e4m3(exp2(fma(S, s_g, 8 - m)))
+    ex2:   m_tile = max over the groups of (max S) * s_g ;  rounded to an integer if |m_tile| < 2^22
+           m      = max(m_old, m_tile) ;  corr = exp2(m_old - m), 0 if m_old = -inf ;  -inf counts as 0 from here
+           P      = e4m3(exp2(fma(S, s_g, 8 - m)))
+    code:  for the groups of the tile, lowest keys first, with the m of the tiles and groups before
+           z      = fma(S, 8 s_g, 103.65625 - 8 m) ;  top = max z
+           if a code would pass 126, or at the row's first keys: m moves by round((top - 103.65625) / 8), z falls by
+           eight times that (and the codes of the tile's groups before it), corr = 2^-(moves)
+           P      = e4m3 byte round(max(z, 0))
     O      = O * (corr * (v_previous / v)) + P V                 v: scale of the tile's group of 256 keys
     l      = l * corr + sum P                                    of the same rounded P
     out    = O v / l ;  lse = (m + log2 l - 8) ln 2 - LSE_BIAS + softmax_scale * q_dot_mean
 
-P is held times 2^8: its largest value is then 2^8.5, below e4m3's 448, and the smallest that does not become
-0 about 2^-15 (code) or 2^-18 (ex2) of the largest.
+P is held times 2^8 (ex2) or 2^6 (code, whose m may lag the row's maximum by 2.8 octaves): its largest value stays
+below e4m3's 448, and the smallest that does not become 0 is about 2^-18 (ex2) or 2^-13 to 2^-16 (code) of the largest.
 
 Rows of huge logits: from |m| = 2^22 on, the rounding of S * s_g to float32 is worth whole codes, and a fused
 S * s_g - m could miss the maximum by any number of them. Such rows first replace S by float32(S * s_g) - m,
@@ -44,11 +48,13 @@ from cute_attn.quantize import K_GROUP, V_BLOCK, QuantizedQKV, to_e4m3, unpermut
 
 __all__ = ["CODE_OFFSET", "HUGE_LOGIT", "LSE_BIAS", "P_LOG2_SCALE", "emulate_forward", "p_code"]
 
-P_LOG2_SCALE: Final = 8.0
+P_LOG2_SCALE: Final = {"ex2": 8.0, "code": 6.0}
 """P is multiplied by 2 to this power before it is rounded to e4m3."""
 
-CODE_OFFSET: Final = 119.65625
-"""The e4m3 byte of 2^8 is 120; less 11/32, which centres the error of reading the byte as a logarithm."""
+CODE_OFFSET: Final = 103.65625
+"""The e4m3 byte of 2^6 is 104; less 11/32, which centres the error of reading the byte as a logarithm."""
+
+_CODE_MAX: Final = 126.5  # rounds to 126, the byte of 448
 
 HUGE_LOGIT: Final = 2.0**22
 """Rows whose base-2 maximum has this magnitude or more are "rows of huge logits" (see the module)."""
@@ -75,8 +81,8 @@ def _lse_bias() -> float:
     """
     total = 0.0
     for n in range(112, 120):
-        half = (17 if n % 2 == 0 else 15) / 32
-        low, high = (-(z - CODE_OFFSET) / 8 - P_LOG2_SCALE for z in (n - half, n + half))
+        half = 0.5
+        low, high = (-(z - CODE_OFFSET) / 8 - P_LOG2_SCALE["code"] for z in (n - half, n + half))
         total += (128 + 16 * (n - 112)) * (2.0**low - 2.0**high) / math.log(2)
     return math.log(total)
 
@@ -97,7 +103,7 @@ def p_code(z: Tensor) -> Tensor:
         uint8 of that shape: float16(max(z, 0)) rounded to the nearest integer, ties to even; at most 126, the
         byte of 448; 0x7f (NaN) where z is NaN.
     """
-    rounded = z.clamp(min=0.0).to(torch.float16).float().round_().clamp_(max=126.0)
+    rounded = z.clamp(min=0.0).round().clamp_(max=126.0)
     return rounded.nan_to_num_(nan=127.0).to(torch.uint8)
 
 
@@ -300,6 +306,7 @@ def _attend_rows(
     o_acc = torch.zeros(batch, heads, group, rows, head_dim, device=device)
     l_acc = torch.zeros(batch, heads, group, rows, device=device)
     m_acc = torch.full((batch, heads, group, rows), -math.inf, device=device)
+    shift = torch.full((batch, heads, group, rows), CODE_OFFSET, device=device)
     v_previous = torch.ones(batch, heads, device=device)
 
     for tile in range(max(tiles) - 1, -1, -1):
@@ -331,22 +338,12 @@ def _attend_rows(
             scores = scores.masked_fill(hidden, -math.inf)
         scores = scores.unflatten(-1, (tile_n // K_GROUP, K_GROUP))
 
-        m_tile = (scores.amax(dim=-1, keepdim=True) * s).amax(dim=(-1, -2))
-        m_tile = torch.where(m_tile.abs() < HUGE_LOGIT, m_tile.round(), m_tile)
-        m_old = m_acc[..., lo:]
-        m_new = torch.maximum(m_old, m_tile)
-        m_use = m_new.masked_fill(m_new == -math.inf, 0.0)
-        corr = torch.exp2(m_old - m_use)  # 0 where m_old is -inf
-
-        m = m_use[..., None, None]
-        huge = m.abs() >= HUGE_LOGIT
-        if bool(huge.any()):
-            scores = torch.where(huge, scores * s - m, scores)
-            s, m = torch.where(huge, 1.0, s), m.masked_fill(huge, 0.0)
         if p_rounding == "code":
-            p8 = p_code(_fma(scores, 8.0 * s, CODE_OFFSET - 8.0 * m)).view(torch.float8_e4m3fn)
+            codes, m_new, moved, corr = _codes(scores, s, m_acc[..., lo:], shift[..., lo:])
+            shift[..., lo:] = moved
+            p8 = codes.view(torch.float8_e4m3fn)
         else:
-            p8 = to_e4m3(torch.exp2(_fma(scores, s, P_LOG2_SCALE - m)))
+            p8, m_new, corr = _exponentials(scores, s, m_acc[..., lo:])
         p = p8.float().view(batch, heads, group * n, tile_n)
 
         v_now = v_scale[..., start // V_BLOCK]
@@ -372,6 +369,44 @@ def _attend_rows(
     # A row with keys and l = 0 has left float32's range: 0/0 makes it NaN instead of a plausible zero.
     out = torch.where(seen[:, None], o_acc * v_last / l_acc.unsqueeze(-1), 0.0)
     bias = LSE_BIAS if p_rounding == "code" else 0.0
-    lse = (m_acc + (l_acc.log2() - P_LOG2_SCALE)) * math.log(2.0) - bias
+    lse = (m_acc + (l_acc.log2() - P_LOG2_SCALE[p_rounding])) * math.log(2.0) - bias
     lse = lse.masked_fill(l_acc == 0, math.nan)
     return out, torch.where(seen, lse, -math.inf)
+
+
+def _exponentials(scores: Tensor, s: Tensor, m_old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """P by exp2: e4m3 P, new maximum, rescale factor."""
+    m_tile = (scores.amax(dim=-1, keepdim=True) * s).amax(dim=(-1, -2))
+    m_tile = torch.where(m_tile.abs() < HUGE_LOGIT, m_tile.round(), m_tile)
+    m_new = torch.maximum(m_old, m_tile)
+    m_use = m_new.masked_fill(m_new == -math.inf, 0.0)
+    corr = torch.exp2(m_old - m_use)  # 0 where m_old is -inf
+    m = m_use[..., None, None]
+    huge = m.abs() >= HUGE_LOGIT
+    if bool(huge.any()):
+        scores = torch.where(huge, scores * s - m, scores)
+        s, m = torch.where(huge, 1.0, s), m.masked_fill(huge, 0.0)
+    return to_e4m3(torch.exp2(_fma(scores, s, P_LOG2_SCALE["ex2"] - m))), m_new, corr
+
+
+def _codes(scores: Tensor, s: Tensor, m: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """P by code: bytes (..., groups, 64), new reference, its shift (CODE_OFFSET - 8 m), rescale factor."""
+    codes = torch.empty(scores.shape, dtype=torch.uint8, device=scores.device)
+    corr = torch.ones_like(m)
+    for g in range(scores.shape[-2]):
+        z = _fma(scores[..., g, :], 8.0 * s[..., g, :], shift.unsqueeze(-1))
+        top = z.amax(dim=-1)
+        unset = m == -math.inf
+        seen = top != -math.inf
+        octaves = (top - CODE_OFFSET) * 0.125
+        octaves = torch.where(octaves.abs() < HUGE_LOGIT, octaves.round(), octaves)
+        stays = torch.where(unset, ~seen, top <= _CODE_MAX)
+        octaves = octaves.masked_fill(stays, 0.0)
+        corr = corr * torch.where(unset, 1.0, torch.exp2(-octaves))
+        m = torch.where(unset, octaves.masked_fill(~seen, -math.inf), m + octaves)
+        shift = shift - 8.0 * octaves
+        if g:
+            drop = (8.0 * octaves).nan_to_num(0.0).clamp(0.0, 255.0).to(torch.uint8)[..., None, None]
+            codes[..., :g, :] = torch.maximum(codes[..., :g, :], drop) - drop
+        codes[..., g, :] = p_code(z - 8.0 * octaves.unsqueeze(-1))
+    return codes, m, shift, corr

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from cute_attn.compile import compile_kernel
-from cute_attn.kernels.config import K_SCALE_GROUP, V_KEY_PERMUTATION, V_SCALE_GROUP, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import (
+    K_SCALE_GROUP,
+    K_SCALE_PAD,
+    V_KEY_PERMUTATION,
+    V_SCALE_GROUP,
+    FwdConfig,
+    QuantizeConfig,
+)
 from cute_attn.quantize import Fp8Recipe, QuantizedQKV, mean_key, rotation_signs, static_amax
 
 LOG2_E = math.log2(math.e)
@@ -92,7 +99,8 @@ def launch_quantize(
         vt = torch.empty((batch, heads_k, head_dim, padded), dtype=torch.float8_e4m3fn, device=device)
         q_scale = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
         k_groups, v_groups = _ceil_div(seqlen_k, K_SCALE_GROUP), _ceil_div(seqlen_k, V_SCALE_GROUP)
-        k_scale = torch.empty((batch, heads_k, k_groups), dtype=torch.float32, device=device)
+        k_scale = torch.empty((batch, heads_k, _ceil_div(k_groups, K_SCALE_PAD) * K_SCALE_PAD), device=device)
+        k_scale = k_scale[..., :k_groups]
         v_scale = torch.empty((batch, heads_k, v_groups), dtype=torch.float32, device=device)
         compile_kernel(config)(
             q,
@@ -136,6 +144,18 @@ def launch_transpose_v(v: Tensor, config: QuantizeConfig) -> Tensor:
     return vt
 
 
+def _padded_rows(k_scale: Tensor) -> Tensor:
+    """K scales whose rows are contiguous and readable to a multiple of K_SCALE_PAD, copied only if they are not."""
+    batch, heads, groups = k_scale.shape
+    width = _ceil_div(groups, K_SCALE_PAD) * K_SCALE_PAD
+    s0, s1, s2 = k_scale.stride()
+    end = k_scale.storage_offset() + (batch - 1) * s0 + (heads - 1) * s1 + width
+    aligned = s2 == 1 and s0 % K_SCALE_PAD == 0 and s1 % K_SCALE_PAD == 0 and k_scale.data_ptr() % 16 == 0
+    if aligned and 4 * end <= k_scale.untyped_storage().nbytes():
+        return k_scale
+    return torch.nn.functional.pad(k_scale, (0, width - groups), value=1.0).contiguous()[..., :groups]
+
+
 def launch_forward(
     qkv: QuantizedQKV, config: FwdConfig, *, causal: bool, softmax_scale: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -159,8 +179,8 @@ def launch_forward(
             qkv.k,
             qkv.vt,
             qkv.q_scale,
-            qkv.k_scale,
-            qkv.v_scale,
+            _padded_rows(qkv.k_scale),
+            qkv.v_scale if qkv.v_scale.stride(2) == 1 else qkv.v_scale.contiguous(),
             lse_add,
             out,
             lse,

@@ -13,7 +13,8 @@ REGISTERS_PER_SM = 65_536
 WARPGROUP = 128  # threads
 
 K_SCALE_GROUP = 64  # keys that share one K scale in storage
-V_SCALE_GROUP = 256  # keys that share one V scale
+K_SCALE_PAD = 4  # a row of K scales is readable to a multiple of this: one vector load for any tile
+V_SCALE_GROUP = 256  # keys that share one V scale; a power of two
 V_KEY_PERMUTATION = 16  # V^T holds keys permuted inside groups of this many
 SUM_ROWS = 8  # extra rows of the V^T tile: a row of ones yields the row sum of P; 8 is the WGMMA granule
 
@@ -27,13 +28,14 @@ class FwdConfig:
     tile_n: int  # keys of one step of the main loop
     kv_stages: int  # depth of the K and V rings
     qk_dtype: str  # "e4m3" or "int8": operands of Q K^T
-    p_rounding: str  # "code": P's e4m3 byte computed directly; "ex2": exp2, then a conversion
+    p_rounding: str  # "code": P's e4m3 byte computed directly; "ex2": exp2 and a conversion; "cast": not lifted
     causal: bool
     out_dtype: str  # "bf16" or "fp16"
     overlap: bool  # issue Q K^T of the next tile behind P V of this one, before waiting for either
     pingpong: bool  # warpgroups take turns at the tensor core
     consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
     producer_regs: int = 24
+    check_keys: int = 64  # keys after which P by code is checked for overflow: fewer hold fewer registers
     pv_splits: int = 1  # parts of the value dimension whose product is accumulated one after the other
 
     @property
@@ -60,6 +62,7 @@ class FwdConfig:
         how = ("o" if self.overlap else "s") + ("p" if self.pingpong else "")
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
         split = "" if self.pv_splits == 1 else f"_v{self.pv_splits}"
+        split += "" if self.check_keys == 64 else f"_c{self.check_keys}"
         return (
             f"fwd_sm90_{self.qk_dtype}_d{self.head_dim}_{mask}_{self.p_rounding}_{self.out_dtype}"
             f"_m{self.tile_m}n{self.tile_n}k{self.kv_stages}_{how}{split}{regs}"
@@ -80,16 +83,18 @@ class FwdConfig:
         """Raise ValueError where the configuration cannot be built; the message names the limit."""
         if self.head_dim not in (64, 128, 256):
             raise ValueError(f"head_dim must be 64, 128 or 256, got {self.head_dim}")
-        if self.tile_m % 64 or not 1 <= self.consumer_warpgroups <= 3:
-            raise ValueError(f"tile_m must be 64, 128 or 192, got {self.tile_m}")
+        if self.tile_m % 64 or not 1 <= self.consumer_warpgroups <= 4:
+            raise ValueError(f"tile_m must be 64, 128, 192 or 256, got {self.tile_m}")
         if self.tile_n % K_SCALE_GROUP or V_SCALE_GROUP % self.tile_n:
             raise ValueError(f"tile_n must be a multiple of 64 that divides {V_SCALE_GROUP}, got {self.tile_n}")
         if self.qk_dtype not in ("e4m3", "int8"):
             raise ValueError(f"qk_dtype must be 'e4m3' or 'int8', got {self.qk_dtype!r}")
-        if self.p_rounding not in ("code", "ex2"):
-            raise ValueError(f"p_rounding must be 'code' or 'ex2', got {self.p_rounding!r}")
+        if self.p_rounding not in ("code", "ex2", "cast"):
+            raise ValueError(f"p_rounding must be 'code', 'ex2' or 'cast', got {self.p_rounding!r}")
         if self.out_dtype not in ("bf16", "fp16"):
             raise ValueError(f"out_dtype must be 'bf16' or 'fp16', got {self.out_dtype!r}")
+        if self.check_keys not in (32, 64):
+            raise ValueError(f"check_keys must be 32 or 64, got {self.check_keys}")
         if self.pv_splits not in (1, 2):
             raise ValueError(f"pv_splits must be 1 or 2, got {self.pv_splits}")
         if self.overlap and self.pv_splits != 1:

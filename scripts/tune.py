@@ -45,16 +45,18 @@ def _cfg(d: int, n: int, qk: str = E4M3, how: str = "s", causal: bool = False, p
 
 
 THREE = {"tile_m": 192, "consumer_regs": 160, "producer_regs": 32}  # three consumer warpgroups
+FOUR = {"tile_m": 256, "consumer_regs": 120}
 VARIANTS: list[FwdConfig] = []
 for _qk in (E4M3, INT8):
     for _causal in (False, True):
-        VARIANTS += [_cfg(128, 128, _qk, how, _causal) for how in ("o", "op")]
-        VARIANTS += [_cfg(128, 128, _qk, "o", _causal, kv_stages=3)]
-        VARIANTS += [_cfg(64, 128, _qk, "o", _causal, kv_stages=4), _cfg(64, 256, _qk, "s", _causal)]
-        VARIANTS += [_cfg(64, 192, _qk, how, _causal, kv_stages=3) for how in ("o", "op")]
-        VARIANTS += [_cfg(64, 64, _qk, "o", _causal, kv_stages=6, **THREE)]
-        VARIANTS += [_cfg(256, 128, _qk, "s", _causal)]
-VARIANTS += [_cfg(128, 256, E4M3, "s"), _cfg(128, 192, E4M3, "s"), _cfg(128, 128, E4M3, "o", p="ex2")]
+        VARIANTS += [_cfg(64, 256, _qk, "s", _causal), _cfg(64, 128, _qk, "s", _causal, kv_stages=4, **THREE)]
+        VARIANTS += [_cfg(64, 128, _qk, "s", _causal, kv_stages=4, check_keys=32, **FOUR)]
+        VARIANTS += [_cfg(64, 64, _qk, "s", _causal, kv_stages=8, **FOUR)]
+        VARIANTS += [_cfg(128, 256, _qk, "s", _causal), _cfg(128, 128, _qk, "o", _causal)]
+        VARIANTS += [_cfg(128, 128, _qk, "op", _causal), _cfg(128, 64, _qk, "s", _causal, kv_stages=6, **THREE)]
+        VARIANTS += [_cfg(128, 128, _qk, "s", _causal, kv_stages=3, check_keys=32, **THREE)]
+        VARIANTS += [_cfg(256, 128, _qk, how, _causal) for how in ("s", "sp")]
+VARIANTS += [_cfg(128, 256, E4M3, "s", p="ex2"), _cfg(64, 256, E4M3, "s", p="cast")]
 PEERS = [f"{name} d{d} {mask}" for name in ("fa3", "cudnn") for d in (64, 128, 256) for mask in ("full", "causal")]
 
 CHECKS = (  # batch, seqlen_q, seqlen_k, heads_q, heads_k

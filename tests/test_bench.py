@@ -106,6 +106,7 @@ def test_parser_overrides() -> None:
         ("--recipe magic", "magic"),
         ("--recipe default,accurate", "one recipe twice"),
         ("--min-batch-ms 0", "must be positive"),
+        ("--tensors /no/such.safetensors", "no file /no/such.safetensors"),
         ("--hidden 100", "multiple of head_dim"),
         ("--heads 6 --heads-k 4", "heads_k must divide"),
         ("--dtype bf16 --providers cudnn,fa3", "nothing to time for cudnn"),

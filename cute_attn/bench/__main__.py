@@ -402,7 +402,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from rich.console import Console
 
-    from cute_attn.bench import peers, record, report
+    from cute_attn.bench import data, peers, record, report
     from cute_attn.quantize import resolve_recipe
 
     # Tables are about 170 columns wide; a pipe has no width of its own and would get 80.
@@ -425,9 +425,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.contenders()
         if options.plot:
             report.need_matplotlib()
+        if options.tensors is not None:
+            data.load_user_tensors(options.tensors)  # refused now and not after the timing
         if options.report == "speed" and not hopper:
             raise ValueError(f"--report speed needs a Hopper GPU (compute capability 9.x): {device}")
-    except (ValueError, report.PlotUnavailable) as error:
+    except (ValueError, FileNotFoundError, report.PlotUnavailable) as error:
         parser.error(str(error))  # exits with status 2
 
     meta = record.collect_meta(shlex.join(["python", "-m", "cute_attn.bench", *argv]))

@@ -3,13 +3,15 @@
 Two errors are told apart:
 
 total
-    output of quantise-and-attend against float64 attention on the original 16-bit Q, K, V. This is what a user gets.
+    output of quantise-and-attend against float64 attention on the original 16-bit Q, K, V. This is what a
+    user gets.
 kernel
-    the same output against float64 attention on the dequantised codes, so without what rounding Q, K and V did. What
-    is left is the kernel's own arithmetic: P in e4m3, accumulation, and the rounding of the output to 16 bits.
+    the same output against float64 attention on the dequantised codes, so without what rounding Q, K and V
+    did. What is left is the kernel's own arithmetic: P in e4m3, accumulation, and the rounding of the output
+    to 16 bits.
 
-The baseline of `ratio_to_naive` is the recipe "naive" (one scale for each tensor, no rotation, e4m3), the one that
-the FA3 paper (arXiv 2407.08608, section 4.3) compares with.
+The baseline of `ratio_to_naive` is the recipe "naive" (one scale for each tensor, no rotation, e4m3), the one
+that the FA3 paper (arXiv 2407.08608, section 4.3) compares with.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -48,7 +51,8 @@ def error_metrics(out: torch.Tensor, expected: torch.Tensor) -> dict[str, float]
     """
     if out.shape != expected.shape or out.numel() == 0:
         raise ValueError(
-            f"out has shape {tuple(out.shape)}, expected {tuple(expected.shape)}; they must be the same and not empty"
+            f"out has shape {tuple(out.shape)}, expected {tuple(expected.shape)}; "
+            "they must be the same and not empty"
         )
     x, y = out.double().flatten(), expected.double().flatten().to(out.device)
     difference = x - y
@@ -67,7 +71,7 @@ def accuracy_table(
     inputs: Iterable[LayerTensors],
     recipes: Sequence[str | Fp8Recipe] = DEFAULT_RECIPES,
     *,
-    causal: bool = True,
+    causal: bool | None = None,
     backend: str = "auto",
     softmax_scale: float | None = None,
 ) -> pd.DataFrame:
@@ -76,16 +80,18 @@ def accuracy_table(
     Args:
         inputs: Q, K, V to attend, each on any device; every input needs head_dim 64, 128 or 256.
         recipes: preset names or recipes; their names must differ.
-        causal: causal mask, aligned bottom-right.
+        causal: True for the causal mask, aligned bottom-right, False for none, None for the one that belongs
+            with each input (`LayerTensors.causal`).
         backend: "auto", "sm90" or "emulator", as in `cute_attn.fp8_attention`.
         softmax_scale: None means 1/sqrt(head_dim).
 
     Returns:
-        One row for each input and recipe, in the order given. Columns: input, source, recipe, backend ("sm90" or
-        "emulator": what ran), kernel, dtype, out_dtype, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal;
-        total error rmse, rel_rmse, max_abs_err, cosine (see `error_metrics`) and ratio_to_naive (rmse of the naive
-        recipe over rmse of this one, above 1 is better; the naive recipe is run for it even if it is not in
-        `recipes`); kernel error rmse_kernel, rel_rmse_kernel, max_abs_err_kernel, cosine_kernel.
+        One row for each input and recipe, in the order given. Columns: input, source, recipe, backend ("sm90"
+        or "emulator": what ran), kernel, dtype, out_dtype, batch, seqlen_q, seqlen_k, heads_q, heads_k,
+        head_dim, causal; total error rmse, rel_rmse, max_abs_err, cosine (see `error_metrics`) and
+        ratio_to_naive (rmse of the naive recipe over rmse of this one, above 1 is better; the naive recipe is
+        run for it even if it is not in `recipes`); kernel error rmse_kernel, rel_rmse_kernel,
+        max_abs_err_kernel, cosine_kernel.
 
     Raises:
         ValueError: no inputs, no recipes, two recipes of one name, or what `cute_attn.quantize` refuses.
@@ -94,19 +100,22 @@ def accuracy_table(
     resolved = [resolve_recipe(recipe) for recipe in recipes]
     names = [recipe.name for recipe in resolved]
     if not layers or not resolved:
-        raise ValueError(f"got {len(layers)} inputs and {len(resolved)} recipes; at least one of each is needed")
+        raise ValueError(
+            f"got {len(layers)} inputs and {len(resolved)} recipes; at least one of each is needed"
+        )
     if len(set(names)) != len(names):
         raise ValueError(f"recipes are named {names}; give each a name of its own")
 
     rows = []
     for layer in layers:
-        exact, _ = reference.attention(layer.q, layer.k, layer.v, causal=causal, softmax_scale=softmax_scale)
-        measured = [_measure(layer, recipe, exact, causal, backend, softmax_scale) for recipe in resolved]
+        masked = layer.causal if causal is None else causal
+        exact, _ = reference.attention(layer.q, layer.k, layer.v, causal=masked, softmax_scale=softmax_scale)
+        measured = [_measure(layer, recipe, exact, masked, backend, softmax_scale) for recipe in resolved]
         naive = resolve_recipe(BASELINE)
         if naive in resolved:
             baseline = measured[resolved.index(naive)]["rmse"]
         else:
-            baseline = _measure(layer, naive, exact, causal, backend, softmax_scale)["rmse"]
+            baseline = _measure(layer, naive, exact, masked, backend, softmax_scale)["rmse"]
         for row in measured:
             row["ratio_to_naive"] = baseline / row["rmse"] if row["rmse"] else math.nan
         rows += measured
@@ -121,8 +130,8 @@ def _measure(
     backend: str,
     softmax_scale: float | None,
 ) -> dict[str, Any]:
-    # Quantised once and attended from there, which is what fp8_attention does: the codes that the kernel error refers
-    # to are then those that made the output.
+    # Quantised once and attended from there, which is what fp8_attention does: the codes that the kernel
+    # error refers to are then those that made the output.
     qkv: QuantizedQKV = cute_attn.quantize(layer.q, layer.k, layer.v, recipe, backend=backend)
     out = cute_attn.fp8_attention_quantized(qkv, causal=causal, softmax_scale=softmax_scale, backend=backend)
     plan = cute_attn.explain(qkv, causal=causal, backend=backend)
@@ -157,7 +166,9 @@ def geometric_means(table: pd.DataFrame) -> pd.DataFrame:
     """
 
     def mean(values: pd.Series[float]) -> float:
-        return math.exp(sum(math.log(x) if x > 0 else (-math.inf if x == 0 else math.nan) for x in values) / len(values))
+        return math.exp(
+            sum(math.log(x) if x > 0 else (-math.inf if x == 0 else math.nan) for x in values) / len(values)
+        )
 
     rows = [
         {"source": source, "recipe": recipe, "inputs": len(group)}
@@ -170,8 +181,8 @@ def geometric_means(table: pd.DataFrame) -> pd.DataFrame:
 def record_rows(table: pd.DataFrame) -> list[dict[str, Any]]:
     """Turn an `accuracy_table` into the flat rows of a performance record.
 
-    Each row of the table becomes two: phase "accuracy_total" and phase "accuracy_kernel", with rmse, rel_rmse,
-    max_abs_err and cosine of that error. `ratio_to_naive` belongs to the total error alone.
+    Each row of the table becomes two: phase "accuracy_total" and phase "accuracy_kernel", with rmse,
+    rel_rmse, max_abs_err and cosine of that error. `ratio_to_naive` belongs to the total error alone.
     """
     shared = ["kernel", "backend", "dtype", "recipe", "batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k"]
     shared += ["head_dim", "causal", "input", "source", "out_dtype"]
@@ -191,63 +202,76 @@ def render_accuracy(table: pd.DataFrame, console: Console) -> None:
     backends = sorted(set(table["backend"]))
     ran = {
         "sm90": "sm_90a kernels on the GPU",
-        "emulator": "EMULATOR: the kernel's arithmetic step by step in torch, no GPU kernel ran",
+        "emulator": "EMULATOR: the kernel's arithmetic in torch, no GPU kernel ran",
     }
-    masks = "causal" if table["causal"].all() else "full" if not table["causal"].any() else "causal and full"
     view = Table(
-        title=f"Error of 8-bit attention against float64, {masks} mask\n"
-        + "; ".join(ran.get(backend, backend) for backend in backends),
-        caption="vs naive: RMSE of per-tensor e4m3 over RMSE of this recipe, higher is better. kernel rel: error without "
-        "that of quantising Q, K and V.",
+        title="Error of 8-bit attention against float64\n" + "; ".join(ran[name] for name in backends),
+        caption="vs naive: RMSE of recipe naive over that of this one, higher is better.\n"
+        "kernel: relative RMSE without the part that quantising Q, K and V makes.",
+        box=box.SIMPLE,
+        pad_edge=False,
+        padding=(0, 1) if console.width >= 96 else (0, 0),
     )
-    view.add_column("input")
-    view.add_column("shape (b, s, hq/hk, d)")
-    view.add_column("recipe")
+    view.add_column("input", no_wrap=True)
+    view.add_column("recipe", no_wrap=True)
     if len(backends) > 1:
-        view.add_column("backend")
-    for header in ("RMSE", "rel RMSE", "max error", "cosine", "kernel rel", "vs naive"):
-        view.add_column(header, justify="right")
-    previous = None
-    for line in table.to_dict(orient="records"):
-        first = line["input"] != previous
-        if first and previous is not None:
-            view.add_section()
-        previous = line["input"]
-        seqlen = f"{line['seqlen_q']}"
-        if line["seqlen_q"] != line["seqlen_k"]:
-            seqlen += f"x{line['seqlen_k']}"
-        shape = f"{line['batch']}, {seqlen}, {line['heads_q']}/{line['heads_k']}, {line['head_dim']}"
-        cells = [line["input"] if first else "", shape if first else "", line["recipe"]]
-        if len(backends) > 1:
-            cells.append(line["backend"])
-        cells += [
-            f"{line['rmse']:.3e}",
-            f"{line['rel_rmse']:.2%}",
-            f"{line['max_abs_err']:.3e}",
-            f"{line['cosine']:.6f}",
-            f"{line['rel_rmse_kernel']:.2%}",
-            f"{line['ratio_to_naive']:.2f}x",
-        ]
-        view.add_row(*cells)
+        view.add_column("backend", no_wrap=True)
+    for header in ("RMSE", "rel", "max", "cosine", "kernel", "vs naive"):
+        view.add_column(header, justify="right", no_wrap=True)
+    for _, group in table.groupby(["input", "seqlen_q", "seqlen_k", "causal"], sort=False):
+        lines = group.to_dict(orient="records")
+        labels = _labels(lines[0])
+        for position, line in enumerate(lines):
+            # What the labels do not fit beside goes below the last recipe.
+            beside = labels[position : position + 1] if line is not lines[-1] else labels[position:]
+            cells = ["\n".join(beside), line["recipe"]]
+            if len(backends) > 1:
+                cells.append(line["backend"])
+            cells += [
+                f"{line['rmse']:.2e}",
+                f"{line['rel_rmse']:.2%}",
+                f"{line['max_abs_err']:.2e}",
+                f"{line['cosine']:.5f}",
+                f"{line['rel_rmse_kernel']:.2%}",
+                f"{line['ratio_to_naive']:.2f}x",
+            ]
+            view.add_row(*cells)
+        view.add_section()
     console.print(view)
 
     means = geometric_means(table)
-    summary = Table(title="Geometric mean over inputs")
+    summary = Table(title="Geometric means over inputs", box=box.SIMPLE, pad_edge=False)
     summary.add_column("inputs")
     summary.add_column("recipe")
-    for header in ("rel RMSE", "kernel rel", "vs naive"):
+    for header in ("rel", "kernel", "vs naive"):
         summary.add_column(header, justify="right")
     for source, group in means.groupby("source", sort=False):
-        summary.add_section()
         for position, line in enumerate(group.to_dict(orient="records")):
-            label = f"{line['inputs']} {SOURCE_LABELS[str(source)]}" if position == 0 else ""
-            figures = [f"{line['rel_rmse']:.2%}", f"{line['rel_rmse_kernel']:.2%}", f"{line['ratio_to_naive']:.2f}x"]
+            label = f"{SOURCE_LABELS[str(source)]} ({line['inputs']})" if position == 0 else ""
+            figures = [
+                f"{line['rel_rmse']:.2%}",
+                f"{line['rel_rmse_kernel']:.2%}",
+                f"{line['ratio_to_naive']:.2f}x",
+            ]
             summary.add_row(label, line["recipe"], *figures)
+        summary.add_section()
     console.print(summary)
     for source, group in means.groupby("source", sort=False):
         if group["rel_rmse"].notna().any():
             best = group.loc[group["rel_rmse"].idxmin()]
-            console.print(
-                f"Lowest error on {SOURCE_LABELS[str(source)]}: recipe {best['recipe']!r}, "
-                f"{best['ratio_to_naive']:.2f}x below naive per-tensor e4m3."
-            )
+            kind, ratio = SOURCE_LABELS[str(source)], best["ratio_to_naive"]
+            console.print(f"Lowest RMSE on {kind}: recipe {best['recipe']!r}, {ratio:.2f}x vs naive.")
+
+
+def _labels(line: dict[str, Any]) -> list[str]:
+    """Name and shape of an input, as short lines."""
+    seqlen = (
+        f"{line['seqlen_q']}"
+        if line["seqlen_q"] == line["seqlen_k"]
+        else f"{line['seqlen_q']}/{line['seqlen_k']}"
+    )
+    return [
+        line["input"],
+        f"{line['batch']} x {seqlen} {'causal' if line['causal'] else 'full'}",
+        f"heads {line['heads_q']}/{line['heads_k']}, d {line['head_dim']}",
+    ]

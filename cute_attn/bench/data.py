@@ -1,7 +1,7 @@
-"""Inputs of the accuracy report: bundled real Q, K, V, the synthetic outliers of the FA3 paper, a user's own file.
+"""Inputs of the accuracy report: bundled real Q, K, V, FA3's synthetic outliers, a user's own file.
 
-The bundled file `data/smollm2_135m_qkv.safetensors` holds the attention inputs of four layers of SmolLM2-135M;
-`data/README.md` says where they come from and `scripts/capture_qkv.py` makes them.
+The bundled file `data/smollm2_135m_qkv.safetensors` holds the attention inputs of four layers of
+SmolLM2-135M; `data/README.md` says where they come from and `scripts/capture_qkv.py` makes them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class LayerTensors:
         k: (batch, seqlen_k, heads_k, head_dim), dtype and device of q.
         v: shape, dtype and device of k.
         source: "real" (the bundled layers), "synthetic" or "user"; reports take means within one source.
+        causal: whether the causal mask belongs with these tensors; a report may be told to use another.
     """
 
     name: str
@@ -37,20 +38,21 @@ class LayerTensors:
     k: torch.Tensor
     v: torch.Tensor
     source: Source = "user"
+    causal: bool = True
 
 
 def load_real_layers(device: torch.device | str = "cpu") -> list[LayerTensors]:
     """Load the bundled layers 0, 5, 15 and 29 of SmolLM2-135M.
 
     Returns:
-        One `LayerTensors` a layer, in layer order: q (1, 1024, 9, 64), k and v (1, 1024, 3, 64), bfloat16, after RoPE.
-        They come from causal self-attention.
+        One `LayerTensors` a layer, in layer order: q (1, 1024, 9, 64), k and v (1, 1024, 3, 64), bfloat16,
+        after RoPE. They come from causal self-attention.
     """
     return _load(REAL_LAYERS_PATH, device, name_prefix="smollm2 ", source="real")
 
 
 def real_layers_provenance() -> dict[str, Any]:
-    """Return the provenance of the bundled layers: model, wheel, text, versions, checksums (see `data/README.md`)."""
+    """Return the provenance of the bundled layers: model, text, versions and checksums."""
     with safe_open(REAL_LAYERS_PATH, framework="pt") as file:
         provenance: dict[str, Any] = json.loads(file.metadata()["provenance"])
     return provenance
@@ -66,13 +68,16 @@ def synthetic_outliers(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
 ) -> LayerTensors:
-    """Draw Q, K, V from N(0, 1) + N(0, 100) * Bernoulli(0.001), the outlier test of FA3 (arXiv 2407.08608, section 4.3).
+    """Draw Q, K, V from N(0, 1) + N(0, 100) * Bernoulli(0.001), the outlier test of the FA3 paper.
 
-    Every entry is standard normal; one in a thousand gets an independent normal term of standard deviation 10. The
-    numbers are drawn in float32 on the CPU, so a seed means the same values on every device.
+    Every entry is standard normal; one in a thousand gets an independent normal term of standard deviation 10
+    (arXiv 2407.08608, section 4.3). The numbers are drawn in float32 on the CPU, so a seed means the same
+    values on every device. The paper names no mask for this test; the tensors stand for no sequence, so
+    theirs is the full one.
 
     Returns:
-        q (batch, seqlen, heads_q, head_dim) and k, v (batch, seqlen, heads_k, head_dim), of `dtype` on `device`.
+        q (batch, seqlen, heads_q, head_dim) and k, v (batch, seqlen, heads_k, head_dim), of `dtype` on
+        `device`.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -83,36 +88,35 @@ def synthetic_outliers(
         chosen = torch.rand(shape, generator=generator) < 0.001
         return (base + outlier * chosen).to(dtype).to(device)
 
-    name = f"synthetic outliers d{head_dim}"
-    return LayerTensors(name, draw(heads_q), draw(heads_k), draw(heads_k), source="synthetic")
+    name = f"synthetic d{head_dim}"
+    return LayerTensors(name, draw(heads_q), draw(heads_k), draw(heads_k), source="synthetic", causal=False)
 
 
 def default_inputs(device: torch.device | str = "cpu") -> list[LayerTensors]:
-    """Return the inputs of the default accuracy report: the real layers, then synthetic outliers for head_dim 64 and 128.
+    """Return the inputs of the default accuracy report: real layers, then outliers of head_dim 64 and 128.
 
-    All have 1024 tokens; the synthetic ones have 8 (head_dim 64) or 4 (head_dim 128) heads.
+    The synthetic ones have 4096 tokens and 2 heads: rounding errors of V average out over the keys that a row
+    attends to, and with fewer keys they hide what scales and rotation of Q and K do.
     """
-    synthetic = [
-        synthetic_outliers(1, 1024, 512 // head_dim, 512 // head_dim, head_dim, device=device) for head_dim in (64, 128)
-    ]
+    synthetic = [synthetic_outliers(1, 4096, 2, 2, head_dim, device=device) for head_dim in (64, 128)]
     return load_real_layers(device) + synthetic
 
 
 def load_user_tensors(path: str | Path, device: torch.device | str = "cpu") -> list[LayerTensors]:
     """Load a user's own Q, K, V from a safetensors file.
 
-    The file holds either the three tensors `q`, `k`, `v`, or any number of triples `NAME.q`, `NAME.k`, `NAME.v` (for
-    instance `layer0.q`). Each is (batch, seqlen, heads, head_dim) in bfloat16 or float16, as the attention function
-    takes it, so after RoPE.
+    The file holds either the three tensors `q`, `k`, `v`, or any number of triples `NAME.q`, `NAME.k`,
+    `NAME.v` (for instance `layer0.q`). Each is (batch, seqlen, heads, head_dim) in bfloat16 or float16, as
+    the attention function takes it, so after RoPE.
 
     Returns:
-        One `LayerTensors` a triple, in natural order of the names (layer2 before layer10); a plain triple is named
-        after the file.
+        One `LayerTensors` a triple, in natural order of the names (layer2 before layer10); a plain triple is
+        named after the file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not a safetensors file, a tensor of a triple is missing, a tensor has another name, or rank,
-            shape, dtype or values do not fit together. The message names the tensor.
+        ValueError: it is not a safetensors file, a tensor of a triple is missing, a tensor has another name,
+            or rank, shape, dtype or values do not fit together. The message names the tensor.
     """
     return _load(Path(path), device, name_prefix="", source="user")
 
@@ -131,7 +135,8 @@ def _load(path: Path, device: torch.device | str, *, name_prefix: str, source: S
         name, _, part = key.rpartition(".")
         if part not in ("q", "k", "v"):
             raise ValueError(
-                f"{path}: tensor {key!r} is not understood; tensors must be named q, k, v or NAME.q, NAME.k, NAME.v"
+                f"{path}: tensor {key!r} is not understood; "
+                "tensors must be named q, k, v or NAME.q, NAME.k, NAME.v"
             )
         groups.setdefault(name, {})[part] = tensor
     if not groups:
@@ -142,15 +147,21 @@ def _load(path: Path, device: torch.device | str, *, name_prefix: str, source: S
         group = groups[name]
         dot = f"{name}." if name else ""
         if missing := [part for part in "qkv" if part not in group]:
-            raise ValueError(f"{path}: {', '.join(dot + part for part in missing)} is missing beside {dot}{min(group)}")
+            raise ValueError(
+                f"{path}: {', '.join(dot + part for part in missing)} is missing beside {dot}{min(group)}"
+            )
         _check_triple(path, dot, group["q"], group["k"], group["v"])
-        layers.append(LayerTensors(name_prefix + (name or path.stem), group["q"], group["k"], group["v"], source))
+        layers.append(
+            LayerTensors(name_prefix + (name or path.stem), group["q"], group["k"], group["v"], source)
+        )
     return layers
 
 
 def _natural_order(name: str) -> list[tuple[int, int, str]]:
     """Sort key that compares runs of digits as numbers."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
+    return [
+        (0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part
+    ]
 
 
 def _check_triple(path: Path, dot: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -163,17 +174,22 @@ def _check_triple(path: Path, dot: str, q: torch.Tensor, k: torch.Tensor, v: tor
             raise ValueError(f"{label} is {tensor.dtype} but {dot}q is {q.dtype}; they must be the same")
         if tensor.ndim != 4 or 0 in tensor.shape:
             raise ValueError(
-                f"{label} has shape {tuple(tensor.shape)}; expected (batch, seqlen, heads, head_dim), none of them 0"
+                f"{label} has shape {tuple(tensor.shape)}; "
+                "expected (batch, seqlen, heads, head_dim), none of them 0"
             )
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{label} holds NaN or infinity; the error of attention on it is not defined")
     if k.shape != v.shape:
-        raise ValueError(f"{path}: {dot}k has shape {tuple(k.shape)} but {dot}v {tuple(v.shape)}; they must be the same")
+        raise ValueError(
+            f"{path}: {dot}k has shape {tuple(k.shape)} but {dot}v {tuple(v.shape)}; they must be the same"
+        )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"{path}: {dot}q has shape {tuple(q.shape)} but {dot}k {tuple(k.shape)}; batch and head_dim must be the same"
+            f"{path}: {dot}q has shape {tuple(q.shape)} but {dot}k {tuple(k.shape)}; "
+            "batch and head_dim must be the same"
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"{path}: {dot}q has {q.shape[2]} heads, {dot}k {k.shape[2]}; heads of q must be a multiple of heads of k"
+            f"{path}: {dot}q has {q.shape[2]} heads, {dot}k {k.shape[2]}; "
+            "heads of q must be a multiple of heads of k"
         )

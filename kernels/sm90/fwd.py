@@ -7,9 +7,9 @@ Tensors (the natural layouts of the caller; every stride is dynamic, the last on
     q        (batch, seqlen_q, heads_q, head_dim)   e4m3 or int8
     k        (batch, seqlen_k, heads_k, head_dim)   e4m3 or int8
     vt       (batch, heads_k, head_dim, >= seqlen_k) e4m3, keys permuted in groups of 16, zeros past seqlen_k
-    q_scale  (batch, heads_q, seqlen_q)             float32, may be expanded (stride 0), like all scales
-    k_scale  (batch, heads_k, ceil(seqlen_k / 64))  float32
-    v_scale  (batch, heads_k, ceil(seqlen_k / 256)) float32
+    q_scale  (batch, heads_q, seqlen_q)             float32, may be expanded (stride 0)
+    k_scale  (batch, heads_k, ceil(seqlen_k / 64))  float32, last stride 1, rows readable to a multiple of 4
+    v_scale  (batch, heads_k, ceil(seqlen_k / 256)) float32, last stride 1
     lse_add  (batch, heads_q, seqlen_q)             float32, times softmax_scale added to lse (K smoothing's share)
     o        (batch, seqlen_q, heads_q, head_dim)   bf16 or fp16
     lse      (batch, heads_q, seqlen_q)             float32
@@ -246,7 +246,7 @@ class FwdSm90:
                 masked_blocks,
             )
             self.epilogue(
-                out, state[0], v_scale, softmax_scale, row0, warpgroup, warp_idx, tid,
+                out, state[0], first_hidden, v_scale, softmax_scale, row0, warpgroup, warp_idx, tid,
                 s_o, atom_o, m_o[None, None, head, batch], m_block,
                 m_lse[None, head, batch], m_lse_add[None, head, batch],
             )  # fmt: skip
@@ -280,7 +280,7 @@ class FwdSm90:
 
     @cute.jit
     def epilogue(
-        self, out, reference: cute.Tensor, v_scale: Float32, softmax_scale: Float32, row0: Int32, warpgroup: Int32,
+        self, out, reference: cute.Tensor, first_hidden: cute.Tensor, v_scale: Float32, softmax_scale: Float32, row0: Int32, warpgroup: Int32,
         warp_idx: Int32, tid: Int32, s_o: cute.Tensor, atom_o: cute.CopyAtom, g_o: cute.Tensor, m_block: Int32,
         g_lse: cute.Tensor, g_lse_add: cute.Tensor,
     ):  # fmt: skip
@@ -290,7 +290,7 @@ class FwdSm90:
         """
         cfg, policy = self.cfg, self.policy
         lse = cute.make_rmem_tensor(2, Float32)
-        policy.finish(out, reference, lse, v_scale)
+        policy.finish(out, reference, first_hidden, lse, v_scale)
         if cute.arch.lane_idx() % 4 == 0:  # the four lanes of a row hold the same value
             for r in cutlass.range_constexpr(2):
                 row = row0 + 8 * r

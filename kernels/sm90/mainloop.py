@@ -43,7 +43,7 @@ class Barrier(enum.IntEnum):
 
     EPILOGUE = 1  # all consumers: the K ring is no longer read, O may be staged in it
     STORE = 2  # + warpgroup: the 128 threads of it have staged their rows of O
-    TURN = 5  # + warpgroup: its turn at the tensor core; waited for by it, arrived at by its predecessor
+    TURN = 6  # + warpgroup: its turn at the tensor core; waited for by it, arrived at by its predecessor
 
 
 class Mainloop:
@@ -108,14 +108,21 @@ class Mainloop:
     # -- consumer ---------------------------------------------------------------------------------------------
 
     @cute.jit
-    def tile_scales(self, n: Int32, k_scales: cute.Tensor, v_scales: cute.Tensor):
-        """Scales of key tile n: ((tile_n / 64,) of K, one of V). Groups past the end repeat the last one: masked."""
+    def tile_scales(self, masking: cutlass.Constexpr, n: Int32, k_scales: cute.Tensor, v_scales: cute.Tensor):
+        """Scales of key tile n: ((tile_n / 64,) of K, one of V).
+
+        One vector load; it may reach past the last group (the caller pads the row), and what it finds there must
+        not make NaN of a masked score.
+        """
         groups = self.cfg.k_groups
         k_scale = cute.make_rmem_tensor(groups, Float32)
-        last = k_scales.shape[0] - 1
-        for g in cutlass.range_constexpr(groups):
-            k_scale[g] = k_scales[cutlass.min(n * groups + g, last)]
-        return k_scale, v_scales[n * self.cfg.tile_n // V_SCALE_GROUP]
+        wide = 4 * (groups & -groups)  # bytes that every tile's first scale is aligned to
+        source = (k_scales.iterator + n * groups).align(wide)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(groups)), k_scale)
+        if const_expr(masking):
+            for g in cutlass.range_constexpr(groups):
+                k_scale[g] = k_scale[g] if n * groups + g < k_scales.shape[0] else Float32(1.0)
+        return k_scale, v_scales[(n * self.cfg.tile_n) >> (V_SCALE_GROUP.bit_length() - 1)]
 
     @cute.jit
     def masked(self, masking: cutlass.Constexpr, acc: cute.Tensor, n: Int32, first_hidden: cute.Tensor):
@@ -144,7 +151,7 @@ class Mainloop:
         q_frag, k_frag, v_frags = frags
         q_scale, k_scales, v_scales = scales
         state, first_hidden = softmax_state
-        k_scale, v_scale = self.tile_scales(n, k_scales, v_scales)  # the loads land under Q K^T
+        k_scale, v_scale = self.tile_scales(masking, n, k_scales, v_scales)  # the loads land under Q K^T
         acc = policy.new_scores()
         pairs = policy.new_pairs()
         pipe_k.consumer_wait(state_k)  # TMA has filled K of this tile
@@ -195,7 +202,7 @@ class Mainloop:
         q_frag, k_frag, v_frags = frags
         q_scale, k_scales, v_scales = scales
         state, first_hidden = softmax_state
-        k_scale, v_scale = self.tile_scales(n, k_scales, v_scales)  # the loads land under Q K^T
+        k_scale, v_scale = self.tile_scales(masking, n, k_scales, v_scales)  # the loads land under Q K^T
         pairs = policy.new_pairs()
         wg.wait_group(0)  # S of tile n
         pipe_k.consumer_release(state_k)

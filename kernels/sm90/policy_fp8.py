@@ -20,7 +20,8 @@ reference of the tiles before, and one maximum over packed pairs tells whether a
 then, and for a row's first keys, a slow path moves the reference. The maximum over every element, its shuffles, and
 the wait for them disappear from the common path (FlashAttention-4 skips only the rescale).
 
-P by exp2 (`softmax_ex2`), as in the papers: row maximum of every tile, exp2, conversion.
+P by exp2 (`softmax_ex2`), as in the papers: row maximum of every tile, exp2, conversion; "cast" is the same without
+the lift, the naive way.
 
 Accumulator layout (WGMMA, one warpgroup, 64 rows): register i of a lane l in warp w holds row
 16w + l/4 + 8*((i/2)%2), column 8*(i/4) + 2*(l%4) + i%2. `rows` views it as (2, columns of the lane). The A operand
@@ -49,17 +50,20 @@ INT8_OFFSET_BITS = 0x4B400000
 
 ROUND_LIMIT = 4194304.0  # 2^22: beyond it adding and subtracting 1.5 * 2^23 no longer rounds to an integer
 
-# The largest P is about 2^lift. e4m3 ends at 2^8.8: by code the reference may lag the row maximum by 2.8 octaves.
-EX2_LIFT = 8.0
-CODE_LIFT = 6.0
+# P is held times 2^lift, which the row sum cancels. e4m3 ends at 2^8.8 and has no normal numbers below 2^-6: a high
+# lift keeps small P, a low one lets the reference lag the row maximum. By code the lag may be 1.8 octaves.
+LIFT = {"code": 7.0, "ex2": 8.0, "cast": 0.0}
 CODE_UNIT = 2.0**-24  # one code, in the scaled numbers that `softmax_code` computes: a subnormal half's last bit
 # 55.65625 = 56 - 0.34375 centres the rounding of the bent fraction; as a multiple of 2^-5 it is exact beside 8 m
-CODE_BIAS = 8.0 * CODE_LIFT + 55.65625
+CODE_BIAS = 8.0 * LIFT["code"] + 55.65625
 CODE_MAX = 126.5  # what rounds to 126 = 448; 127 is e4m3's NaN
-CODE_LSE_BIAS = 0.0
+# log of the mean of (rounded P) / P over a period of the code map; lse subtracts it (cute_attn.emulator derives it)
+CODE_LSE_BIAS = 0.009782217324
+UNSET_SHIFT = (CODE_BIAS + 2.0**-10) * CODE_UNIT  # no integral reference gives it, and scores with it are good
 GUARD_SET = 0x7F817F81  # added to a pair of codes, carries into a half's top bit iff its code is above 126
 GUARD_UNSET = -0x7FFF8000  # 0x80008000: always
 GUARD_BITS = -0x7FFF8000
+SMALLEST_FACTOR = 2.0**-126  # a factor of zero would make NaN of a masked score
 
 
 @cute.jit
@@ -71,10 +75,9 @@ def code_pair(a: Float32, b: Float32) -> Uint32:
 
 
 @cute.jit
-def fmin_nan(a: Float32, b: Float32) -> Float32:
-    return cute.arch.inline_ptx(
-        "min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
-    )
+def product_rn(a: Float32, b: Float32) -> Float32:
+    """a * b rounded by itself, where contraction into an FMA would be wrong."""
+    return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 @cute.jit
@@ -107,7 +110,7 @@ class Fp8Policy:
         self.int8 = cfg.qk_dtype == "int8"
         self.code = cfg.p_rounding == "code"
         self.lse_bias = CODE_LSE_BIAS if self.code else 0.0
-        self.lift = CODE_LIFT if self.code else EX2_LIFT
+        self.lift = LIFT[cfg.p_rounding]
         # what the softmax wants folded into q_scale besides softmax_scale * log2(e)
         self.score_unit = 8.0 * CODE_UNIT if self.code else 1.0
         # rows of V^T that each partial product takes; the last one has the rows of ones and zeros
@@ -173,16 +176,18 @@ class Fp8Policy:
         return cute.make_rmem_tensor(self.cfg.tile_n // 4, Uint32)
 
     def new_state(self):
-        """Per-row state of the softmax: reference, rescale, shift (2,) each, and the guard (1,)."""
+        """Per-row state of the softmax: (reference (2,), rescale (2,), guard (1,)).
+
+        By exp2, `reference` is the reference itself, -inf before any visible key. By code it is what the FMA adds,
+        (CODE_BIAS - 8 reference) * 2^-24, or UNSET_SHIFT: one register a row for both.
+        """
         reference = cute.make_rmem_tensor(2, Float32)
         rescale = cute.make_rmem_tensor(2, Float32)
-        shift = cute.make_rmem_tensor(2, Float32)
         guard = cute.make_rmem_tensor(1, Int32)
-        reference.fill(-Float32.inf)
+        reference.fill(UNSET_SHIFT if self.code else -Float32.inf)
         rescale.fill(1.0)
-        shift.fill(CODE_BIAS * CODE_UNIT)
         guard.fill(GUARD_UNSET)
-        return reference, rescale, shift, guard
+        return reference, rescale, guard
 
     # -- products ---------------------------------------------------------------------------------------------
 
@@ -228,35 +233,36 @@ class Fp8Policy:
         """Scores -> P in place (float32, not yet rounded); updates reference and rescale factor of each row.
 
         acc      scores of the tile, masked ones -inf (int8: every one carries INT8_OFFSET)
-        state    (reference (2,): integral, -inf before any visible key; rescale (2,), out: 2^(old - new reference))
+        state    see `new_state`; rescale is set to 2^(old - new reference)
         q_scale  (2,) q_scale * softmax_scale * log2(e);  k_scale (tile_n / 64,)
         """
-        reference, rescale, _, _ = state
+        reference, rescale, _ = state
         s = rows(acc)
         per_group = K_SCALE_GROUP // 4  # columns of a K scale group in one thread
         groups = self.cfg.k_groups
         for r in cutlass.range_constexpr(2):
             tile_max = -Float32.inf
             for g in cutlass.range_constexpr(groups):
-                top = s[r, g * per_group]
-                for i in cutlass.range_constexpr(1, per_group):
-                    top = cute.arch.fmax(top, s[r, g * per_group + i])
-                if const_expr(self.int8):
-                    top = top - Float32(INT8_OFFSET)
-                tile_max = cute.arch.fmax(tile_max, top * (q_scale[r] * k_scale[g]))
+                factor = self.factor(q_scale[r], k_scale[g])
+                for i in cutlass.range_constexpr(g * per_group, (g + 1) * per_group):
+                    if const_expr(self.int8):
+                        s[r, i] = s[r, i] - Float32(INT8_OFFSET)
+                    # not fused with the subtraction below: the largest must meet its own rounding there, or huge
+                    # logits miss it by whole octaves
+                    s[r, i] = product_rn(s[r, i], factor)
+                    tile_max = cute.arch.fmax(tile_max, s[r, i])
             tile_max = self.integral(self.row_max(tile_max))
             new = cute.arch.fmax(reference[r], tile_max)
             finite = Float32(0.0) if new == -Float32.inf else new
             rescale[r] = cute.math.exp2(reference[r] - finite, fastmath=True)
             reference[r] = new
-            for g in cutlass.range_constexpr(groups):
-                factor = q_scale[r] * k_scale[g]
-                shift = Float32(EX2_LIFT) - finite
-                if const_expr(self.int8):
-                    shift = shift - factor * Float32(INT8_OFFSET)
-                for i in cutlass.range_constexpr(per_group):
-                    x = s[r, g * per_group + i] * factor + shift
-                    s[r, g * per_group + i] = cute.math.exp2(x, fastmath=True)
+            for i in cutlass.range_constexpr(groups * per_group):
+                s[r, i] = cute.math.exp2((s[r, i] - finite) + Float32(self.lift), fastmath=True)
+
+    @cute.jit
+    def factor(self, q_scale: Float32, k_scale: Float32) -> Float32:
+        """Score units of a K scale group in a row; never 0, NaN stays."""
+        return cute.arch.fmax(q_scale * k_scale, Float32(SMALLEST_FACTOR), nan=True)
 
     @cute.jit
     def row_max(self, value: Float32, nan: cutlass.Constexpr = False) -> Float32:
@@ -277,79 +283,81 @@ class Fp8Policy:
 
         acc      scores of the tile, masked ones -inf (int8: every one carries INT8_OFFSET); overwritten
         pairs    (tile_n / 4,) out: codes in the order of the accumulator, the row of pair i is i % 2
-        state    (reference (2,): integral, -inf before any visible key; rescale (2,), out: 2^(old - new reference);
-                 shift (2,): (CODE_BIAS - 8 reference) * 2^-24; guard (1,))
+        state    see `new_state`; rescale is set to 2^(old - new reference)
         q_scale  (2,) q_scale * softmax_scale * log2(e) * 8 * 2^-24;  k_scale (tile_n / 64,)
         """
-        _, rescale, shift, guard = state
+        shift, rescale, guard = state
         s = rows(acc)
-        per_group = K_SCALE_GROUP // 4  # columns of a K scale group in one thread
+        columns = self.cfg.check_keys // 4  # columns of a check in one thread
         for r in cutlass.range_constexpr(2):
             rescale[r] = Float32(1.0)
-        for g in cutlass.range_constexpr(self.cfg.k_groups):
+        for c in cutlass.range_constexpr(self.cfg.tile_n // self.cfg.check_keys):
             for r in cutlass.range_constexpr(2):
-                factor = q_scale[r] * k_scale[g]
+                factor = self.factor(q_scale[r], k_scale[c * self.cfg.check_keys // K_SCALE_GROUP])
                 offset = shift[r]
                 if const_expr(self.int8):
                     offset = offset - factor * Float32(INT8_OFFSET)
-                for i in cutlass.range_constexpr(per_group):
-                    s[r, g * per_group + i] = s[r, g * per_group + i] * factor + offset
-            top = self.pack_group(g, s, pairs)
+                for i in cutlass.range_constexpr(c * columns, (c + 1) * columns):
+                    s[r, i] = s[r, i] * factor + offset
+            top = self.pack_columns(c * columns, s, pairs)
             over = ((top + Uint32(guard[0])) & Uint32(GUARD_BITS & 0xFFFFFFFF)) != Uint32(0)
             if cute.arch.vote_any_sync(over):
-                self.move_reference(g, s, pairs, state)
+                self.move_reference(c * columns, s, pairs, state)
 
     @cute.jit
-    def pack_group(self, g: cutlass.Constexpr, s: cute.Tensor, pairs: cute.Tensor) -> Uint32:
-        """Codes of K scale group g; returns the pairwise maximum over both rows."""
-        per_group = K_SCALE_GROUP // 4
+    def pack_columns(self, first: cutlass.Constexpr, s: cute.Tensor, pairs: cute.Tensor) -> Uint32:
+        """Codes of the columns of one check; returns the pairwise maximum over both rows."""
         top = None
-        for i in cutlass.range_constexpr(per_group // 2):
+        for i in cutlass.range_constexpr(first, first + self.cfg.check_keys // 4, 2):
             for r in cutlass.range_constexpr(2):
-                column = g * per_group + 2 * i
-                pair = code_pair(s[r, column], s[r, column + 1])
-                pairs[column + r] = pair
+                pair = code_pair(s[r, i], s[r, i + 1])
+                pairs[i + r] = pair
                 top = pair if const_expr(top is None) else max_pair(top, pair)
         return top
 
     @cute.jit
-    def move_reference(self, g: cutlass.Constexpr, s: cute.Tensor, pairs: cute.Tensor, state):
-        """Slow path of `softmax_code` at K scale group g, for a whole warp: new references where a row needs one.
+    def move_reference(self, first: cutlass.Constexpr, s: cute.Tensor, pairs: cute.Tensor, state):
+        """Slow path of `softmax_code`, for a whole warp: new references where a row needs one.
 
-        A row needs one if it has none and now sees a key, or if a code passes 126. Its codes of this group are
-        computed again; those of the groups before it in the tile fall by the same whole octaves, exactly.
+        A row needs one if it has none and now sees a key, or if a code passes 126. Its codes of this check (columns
+        from `first` on) are computed again; those before them in the tile fall by the same whole octaves, exactly.
         """
-        reference, rescale, shift, guard = state
-        per_group = K_SCALE_GROUP // 4
+        shift, rescale, guard = state
+        columns = self.cfg.check_keys // 4
         guard[0] = Int32(GUARD_SET)
         for r in cutlass.range_constexpr(2):
-            top = s[r, g * per_group]
-            for i in cutlass.range_constexpr(1, per_group):
-                top = cute.arch.fmax(top, s[r, g * per_group + i], nan=True)
-            top = self.row_max(top, nan=True) * Float32(1.0 / CODE_UNIT)  # in codes; NaN: the row ends as NaN
-            unset = reference[r] == -Float32.inf
+            top = s[r, first]
+            for i in cutlass.range_constexpr(first + 1, first + columns):
+                top = cute.arch.fmax(top, s[r, i], nan=True)
+            top = self.row_max(top, nan=True)  # NaN: the row ends as NaN
+            unset = shift[r] == Float32(UNSET_SHIFT)
             seen = top != -Float32.inf
-            octaves = self.integral((top - Float32(CODE_BIAS)) * Float32(0.125))
+            excess = (top * Float32(1.0 / CODE_UNIT) - Float32(CODE_BIAS)) * Float32(0.125)  # octaves
+            octaves = self.integral(excess)
+            fits = top <= Float32(CODE_MAX * CODE_UNIT)  # not for NaN
             if unset:
                 octaves = octaves if seen else Float32(0.0)
-                reference[r] = octaves if seen else -Float32.inf
             else:
-                octaves = Float32(0.0) if top <= Float32(CODE_MAX) else octaves
-                reference[r] = reference[r] + octaves
+                octaves = Float32(0.0) if fits else octaves
                 rescale[r] = rescale[r] * cute.math.exp2(-octaves, fastmath=True)
+            fall = octaves * Float32(8.0 * CODE_UNIT)
             if unset and not seen:
                 guard[0] = Int32(GUARD_UNSET)
-            fall = octaves * Float32(8.0 * CODE_UNIT)
-            shift[r] = shift[r] - fall
-            for i in cutlass.range_constexpr(per_group):
-                # the bound matters only beyond 2^22 octaves, where `fall` is not a whole number of codes
-                s[r, g * per_group + i] = fmin_nan(s[r, g * per_group + i] - fall, Float32(126.0 * CODE_UNIT))
-            # codes of the groups before: an unset row has seen no key in them, so they are zero
+            else:
+                old = Float32(CODE_BIAS * CODE_UNIT) if unset else shift[r]
+                shift[r] = old - fall
+            # relative to the largest, whose own place must not depend on how huge it is
+            anchor = top if seen else Float32(0.0)
+            huge = cute.arch.fmax(octaves, -octaves) >= Float32(ROUND_LIMIT / 8.0)
+            place = Float32(CODE_BIAS * CODE_UNIT) if huge else anchor - fall
+            for i in cutlass.range_constexpr(first, first + columns):
+                s[r, i] = (s[r, i] - anchor) + place
+            # codes before: an unset row has seen no key in them, so they are zero
             drop = Uint32(cutlass.min(cute.arch.fmax(octaves, Float32(0.0)) * Float32(8.0), Float32(32767.0)))
             drop = drop | (drop << 16)
-            for i in cutlass.range_constexpr(g * per_group // 2):
-                pairs[2 * i + r] = max_pair(pairs[2 * i + r], drop) - drop
-        self.pack_group(g, s, pairs)
+            for i in cutlass.range_constexpr(0, first, 2):
+                pairs[i + r] = max_pair(pairs[i + r], drop) - drop
+        self.pack_columns(first, s, pairs)
 
     @cute.jit
     def softmax(self, acc: cute.Tensor, pairs: cute.Tensor, state, q_scale: cute.Tensor, k_scale: cute.Tensor):
@@ -389,16 +397,26 @@ class Fp8Policy:
     # -- finish -----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def finish(self, out: list, reference: cute.Tensor, lse: cute.Tensor, v_scale: Float32):
-        """Divide by the row sum, apply the last V scale; lse (2,) in natural log, -inf for a row without keys."""
+    def finish(
+        self, out: list, reference: cute.Tensor, first_hidden: cute.Tensor, lse: cute.Tensor, v_scale: Float32
+    ):
+        """Divide by the row sum, apply the last V scale; lse (2,) in natural log.
+
+        A row without keys gives 0 and -inf. One with keys whose sum is 0 has left float32's range: NaN, not 0.
+        """
         last = rows(out[len(out) - 1])
         for r in cutlass.range_constexpr(2):
             total = last[r, self.sum_column]  # held by lanes with lane % 4 == 0
             total = cute.arch.shuffle_sync(total, offset=cute.arch.lane_idx() // 4 * 4)
-            empty = total == Float32(0.0)
-            inverse = Float32(0.0) if empty else v_scale * cute.arch.rcp_approx(total)
-            log2_sum = reference[r] + cute.math.log2(total, fastmath=True) - Float32(self.lift)
-            lse[r] = -Float32.inf if empty else log2_sum * Float32(math.log(2.0)) - Float32(self.lse_bias)
+            empty = first_hidden[r] <= 0
+            inverse = v_scale * cute.arch.rcp_approx(total)  # 0 * inf below: NaN
+            ref = reference[r]
+            if const_expr(self.code):
+                ref = (Float32(CODE_BIAS) - ref * Float32(1.0 / CODE_UNIT)) * Float32(0.125)
+            log2_sum = ref + cute.math.log2(total, fastmath=True) - Float32(self.lift)
+            value = log2_sum * Float32(math.log(2.0)) - Float32(self.lse_bias)
+            value = Float32.nan if total == Float32(0.0) else value
+            lse[r] = -Float32.inf if empty else value
             for part in cutlass.range_constexpr(len(out)):
                 o = rows(out[part])
                 for i in cutlass.range_constexpr(self.cfg.head_dim // self.cfg.pv_splits // 4):
