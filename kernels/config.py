@@ -98,7 +98,7 @@ class FwdConfig:
         if self.pv_splits not in (1, 2):
             raise ValueError(f"pv_splits must be 1 or 2, got {self.pv_splits}")
         if self.overlap and self.pv_splits != 1:
-            raise ValueError("overlap and pv_splits=2 exclude each other: two products cannot share S's registers")
+            raise ValueError("overlap and pv_splits > 1 exclude each other: two products cannot share S's registers")
         if self.kv_stages * self.tile_n * self.head_dim < 2 * self.tile_m * self.head_dim:
             raise ValueError(f"the K ring ({self.kv_stages} x {self.tile_n} rows) is too small to stage O")
         if self.smem_bytes > SMEM_LIMIT:

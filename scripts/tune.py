@@ -27,7 +27,9 @@ from cute_attn.kernels.config import FwdConfig
 E4M3, INT8 = "e4m3", "int8"
 
 
-def _cfg(d: int, n: int, qk: str = E4M3, how: str = "s", causal: bool = False, p: str = "code", **more) -> FwdConfig:
+def _cfg(
+    d: int, n: int, qk: str = E4M3, how: str = "s", causal: bool = False, p: str = "code", **more
+) -> FwdConfig:
     base = FwdConfig(
         head_dim=d,
         tile_m=128,
@@ -53,11 +55,16 @@ for _qk in (E4M3, INT8):
         VARIANTS += [_cfg(64, 128, _qk, "s", _causal, kv_stages=4, check_keys=32, **FOUR)]
         VARIANTS += [_cfg(64, 64, _qk, "s", _causal, kv_stages=8, **FOUR)]
         VARIANTS += [_cfg(128, 256, _qk, "s", _causal), _cfg(128, 128, _qk, "o", _causal)]
-        VARIANTS += [_cfg(128, 128, _qk, "op", _causal), _cfg(128, 64, _qk, "s", _causal, kv_stages=6, **THREE)]
+        VARIANTS += [
+            _cfg(128, 128, _qk, "op", _causal),
+            _cfg(128, 64, _qk, "s", _causal, kv_stages=6, **THREE),
+        ]
         VARIANTS += [_cfg(128, 128, _qk, "s", _causal, kv_stages=3, check_keys=32, **THREE)]
         VARIANTS += [_cfg(256, 128, _qk, how, _causal) for how in ("s", "sp")]
 VARIANTS += [_cfg(128, 256, E4M3, "s", p="ex2"), _cfg(64, 256, E4M3, "s", p="cast")]
-PEERS = [f"{name} d{d} {mask}" for name in ("fa3", "cudnn") for d in (64, 128, 256) for mask in ("full", "causal")]
+PEERS = [
+    f"{name} d{d} {mask}" for name in ("fa3", "cudnn") for d in (64, 128, 256) for mask in ("full", "causal")
+]
 
 CHECKS = (  # batch, seqlen_q, seqlen_k, heads_q, heads_k
     (1, 512, 512, 2, 2),
@@ -73,7 +80,9 @@ def _time(fn, rounds: int = 30) -> tuple[float, float, float]:
 
     for _ in range(5):
         fn()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)
+    ]
     for start, end in events:
         start.record()
         fn()
@@ -171,7 +180,9 @@ def _worker(what: str, seqlen: int, tokens: int, turn: int, lock: str) -> dict:
 
 def main() -> int:
     """Run all variants; returns 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="", help="regular expression on names")
     parser.add_argument("--seqlen", type=int, default=16384)
@@ -182,7 +193,10 @@ def main() -> int:
     parser.add_argument("--lock", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        print("ROW " + json.dumps(_worker(args.worker, args.seqlen, args.tokens, args.turn, args.lock)), flush=True)
+        print(
+            "ROW " + json.dumps(_worker(args.worker, args.seqlen, args.tokens, args.turn, args.lock)),
+            flush=True,
+        )
         return 0
     lock = args.lock or tempfile.mktemp(prefix="cute_attn_gpu_")
     todo = [p for p in PEERS if re.search(args.only, p)]
@@ -201,13 +215,20 @@ def main() -> int:
         text, _ = process.communicate()
         found = [json.loads(line[4:]) for line in text.splitlines() if line.startswith("ROW ")]
         name = what if not what.startswith("{") else FwdConfig(**json.loads(what)).name
-        row = found[0] if found else {"variant": name, "error": f"rc {process.returncode}: {text.strip()[-400:]}"}
+        row = (
+            found[0]
+            if found
+            else {"variant": name, "error": f"rc {process.returncode}: {text.strip()[-400:]}"}
+        )
         rows.append(row)
         if "error" in row:
             print(f"{name:70s} FAILED {row['error']}", flush=True)
         else:
             errors = [f"{k} {row[k]:.2e}" for k in ("rel_rmse", "rel_rmse_131k", "lse_err") if k in row]
-            print(f"{row['variant']:70s} {row['tflops']:7.0f} TFLOP/s  {row['ms']:.3f} ms  {'  '.join(errors)}", flush=True)
+            print(
+                f"{row['variant']:70s} {row['tflops']:7.0f} TFLOP/s  {row['ms']:.3f} ms  {'  '.join(errors)}",
+                flush=True,
+            )
         args.out.write_text(json.dumps(rows, indent=1))
     return int(any("error" in r for r in rows))
 
