@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import validate
-from cute_attn.plan import Plan, make_plan
+from cute_attn.plan import Plan, make_plan, transpose_config
 from cute_attn.problem import Problem, device_capability
 from cute_attn.quantize import Fp8Recipe, QuantizedQKV, from_fp8, quantize_reference, resolve_recipe
 
@@ -242,7 +242,7 @@ def flash_attn_fp8_func(
     validate.check_softmax_scale(softmax_scale, q.shape[3])  # refuse before V is transposed
     validate.check_out_dtype(out_dtype, torch.bfloat16)
     validate.check_backend(backend, device_capability(q.device))
-    qkv = from_fp8(q, k, v, q_descale, k_descale, v_descale)
+    qkv = from_fp8(q, k, v, q_descale, k_descale, v_descale, vt=_transpose_v(q, v, backend))
     plan = _plan_quantized(qkv, causal, backend, out_dtype)
     return _attend(lambda: _aligned_operands(qkv, plan), plan, q.device, softmax_scale, return_lse, backend)
 
@@ -416,6 +416,16 @@ def _quantize(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> QuantizedQKV:
     return launch_quantize(_aligned(q), _aligned(k), _aligned(v), plan.recipe, plan.quantize_config)
 
 
+def _transpose_v(q: Tensor, v: Tensor, backend: str) -> Tensor | None:
+    """V^T by the device kernel, for a checked `backend`; None where `from_fp8` is to make it in torch."""
+    capability = device_capability(v.device)
+    if backend == "emulator" or capability is None or capability[0] != 9 or not (q.numel() and v.numel()):
+        return None
+    from cute_attn.launch import launch_transpose_v
+
+    return launch_transpose_v(_aligned(v), transpose_config(v.shape[3]))
+
+
 _ALIGNMENT: Final = 16  # bytes: what TMA and 16-byte accesses want of addresses and strides
 
 
@@ -462,6 +472,7 @@ def _attend(
             causal=config.causal,
             softmax_scale=scale,
             tile_m=config.tile_m,
+            check_keys=config.check_keys,
             tile_n=config.tile_n,
             out_dtype=problem.out_dtype,
         )

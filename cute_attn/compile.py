@@ -1,16 +1,25 @@
 """Config -> compiled kernel, without data and without a GPU.
 
-The arguments are fake tensors whose sizes and strides are symbols, so that one compilation serves every shape. The
-result takes torch tensors through TVM-FFI and launches on torch's current stream.
+The arguments are fake tensors whose sizes and strides are symbols, so that one compilation serves every
+shape. The result takes torch tensors through TVM-FFI and launches on torch's current stream.
+
+`compile_kernel` is what the launches call: a look-up where the process has the kernel, else a file of the
+disk cache (see `cute_attn.cache`), else the compiler. `inspect` says what the compiler made of a kernel. The
+DSL, half a second of import, is imported only where a kernel is not in memory.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from cute_attn import cache, plan, sass
 from cute_attn.kernels.config import K_SCALE_PAD, FwdConfig, QuantizeConfig
+
+__all__ = ["ARCH", "KernelConfig", "KernelFigures", "build", "compile_kernel", "configurations", "inspect"]
 
 KernelConfig = FwdConfig | QuantizeConfig
 
@@ -18,10 +27,20 @@ ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
 
 
 def build(config: KernelConfig, options: str = "") -> Any:
-    """Compile `config` for sm_90a; `options` are appended to those of `cute.compile`.
+    """Compile `config` for sm_90a, past all caches. Takes two to five seconds.
 
-    Imports the DSL (about half a second) and takes two to five seconds. Not thread-safe: the DSL aborts the process
-    when two threads compile at once, so callers hold `cache.COMPILE_LOCK`.
+    Not thread-safe, as the DSL aborts the process when two threads compile at once: call under
+    `cache.COMPILE_LOCK`, as `compile_kernel` and `inspect` do.
+
+    Args:
+        config: what to compile.
+        options: appended to the options of `cute.compile`.
+
+    Returns:
+        what `cute.compile` returns: callable, and exportable with `export_to_c`.
+
+    Raises:
+        ValueError: `config` breaks a limit, see its `check`.
     """
     import cutlass
     import cutlass.cute as cute
@@ -38,7 +57,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
         strides = tuple(cute.sym_int64() for _ in shape)
         return make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
 
-    def rows(groups: Any, divisibility: int, align: int) -> Any:  # scales of the key groups of a head, contiguous
+    def rows(groups: Any, divisibility: int, align: int) -> Any:  # scales of a head's key groups, contiguous
         return fake(cutlass.Float32, (batch, heads_k, groups), divisibility, align)
 
     f8 = cutlass.Float8E4M3FN
@@ -53,6 +72,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
         from cute_attn.kernels.sm90.fwd import FwdSm90
 
         code = f8 if config.qk_dtype == "e4m3" else cutlass.Int8
+        out = cutlass.BFloat16 if config.out_dtype == "bf16" else cutlass.Float16
         entry = FwdSm90(config)
         args = [
             wide(code, batch, seqlen_q, heads_q, d),
@@ -62,7 +82,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
             rows(k_groups, K_SCALE_PAD, 4 * K_SCALE_PAD),
             rows(v_groups, 1, 4),
             scalars(batch, heads_q, seqlen_q),
-            wide(cutlass.BFloat16 if config.out_dtype == "bf16" else cutlass.Float16, batch, seqlen_q, heads_q, d),
+            wide(out, batch, seqlen_q, heads_q, d),
             scalars(batch, heads_q, seqlen_q),
             cutlass.Float32(1.0),
             cutlass.Float32(1.0),
@@ -102,7 +122,117 @@ _compiled: dict[KernelConfig, Callable[..., None]] = {}
 
 
 def compile_kernel(config: KernelConfig) -> Callable[..., None]:
+    """The compiled kernel of `config`: from memory, else from disk, else from the compiler.
+
+    Needs no GPU. Thread-safe, and processes that ask for the same kernel at the same time compile it once.
+
+    Returns:
+        a function of torch tensors on one CUDA device, with the arguments that `build` lists. It checks
+        their number, device, dtype, rank, shape and strides (TypeError, ValueError) and launches on the
+        current stream.
+
+    Raises:
+        ValueError: `config` breaks a limit, see its `check`.
+    """
     found = _compiled.get(config)
     if found is None:
-        found = _compiled[config] = build(config)
+        with cache.COMPILE_LOCK:
+            found = _compiled.get(config)  # another thread may have compiled it while this one waited
+            if found is None:
+                found = _compiled[config] = _load_or_build(config)
     return found
+
+
+def _load_or_build(config: KernelConfig) -> Callable[..., None]:
+    key = cache.cache_key(config, ARCH)
+    name = f"k_{key[:16]}"  # a symbol of the object file; each needs its own where one process loads several
+
+    def build_object(path: Path) -> None:
+        build(config).export_to_c(object_file_path=str(path), function_name=name)
+
+    def load(path: Path) -> Callable[..., None]:
+        import cutlass.cute as cute
+
+        return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), name)
+
+    return cache.load_or_build(key, build_object, load, cache.describe(config, ARCH))
+
+
+def configurations() -> list[KernelConfig]:
+    """Every shipped kernel: the forward kernels that a plan can name, the quantisers of the named recipes."""
+    return [*plan.all_forward_configs(), *plan.all_quantize_configs()]
+
+
+@dataclass(frozen=True)
+class KernelFigures:
+    """What the compiler made of one configuration.
+
+    A quantiser is several kernels: `counts`, `total` and the spills are summed over them, the rest is the
+    largest.
+    """
+
+    name: str  # of the configuration
+    registers: int  # a thread at entry; the forward kernel's warpgroups then trade them by setmaxnreg
+    stack_bytes: int  # a thread
+    spill_store_bytes: int  # a thread, by static count
+    spill_load_bytes: int
+    smem_bytes: int  # dynamic shared memory of a CTA, as the compiled launch asks for it
+    serialized_wgmma: bool  # the compiler put waits between WGMMA instructions that were meant to overlap
+    counts: dict[str, int]  # instructions in the code, for each name of `sass.COUNTED`
+    total: int  # all instructions, padding left out
+    compile_seconds: float  # the first in a process includes the import of the DSL
+
+
+def inspect(config: KernelConfig) -> KernelFigures:
+    """Compile `config`, past all caches, and read its machine code. Needs no GPU; takes two to five seconds.
+
+    Raises:
+        ValueError: `config` breaks a limit, see its `check`.
+        FileNotFoundError: `nvdisasm` or `cuobjdump` is not installed.
+        RuntimeError: the compiler left no code, no report or no launch that can be read.
+    """
+    launched: list[int] = []
+
+    def compile_with(options: str) -> None:
+        launched.extend(_dynamic_smem(str(build(config, options).ir_module)))
+
+    with cache.COMPILE_LOCK:
+        code = sass.compile_and_disassemble(compile_with)
+    assert code.ptxas is not None and code.compile_seconds is not None  # set by compile_and_disassemble
+    return KernelFigures(
+        name=config.name,
+        registers=code.registers,
+        stack_bytes=code.stack_bytes,
+        spill_store_bytes=code.ptxas.spill_store_bytes,
+        spill_load_bytes=code.ptxas.spill_load_bytes,
+        smem_bytes=max(launched),
+        serialized_wgmma=code.ptxas.serialized_wgmma,
+        counts=code.counts,
+        total=code.total,
+        compile_seconds=code.compile_seconds,
+    )
+
+
+# Host code as LLVM IR: a launch fills a struct of grid, block, dynamic shared memory, attributes, stream and
+# number of attributes; the third member is set from a constant of the function.
+_SMEM_STORE = re.compile(
+    r"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, "
+    r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>\s+"
+    r"llvm\.store (%\w+), \1 : i64"
+)
+
+
+def _dynamic_smem(ir: str) -> list[int]:
+    """Bytes of dynamic shared memory of every launch in a compiled module, from its textual IR."""
+    sizes = []
+    for store in _SMEM_STORE.finditer(ir):
+        constant = rf"{store[2]} = llvm\.mlir\.constant\((\d+) : i64\)"
+        before = re.findall(constant, ir[: store.start()])  # names are of the function: the last one counts
+        if not before:
+            raise RuntimeError(
+                "the compiled launch takes its shared memory from something else than a constant"
+            )
+        sizes.append(int(before[-1]))
+    if not sizes:
+        raise RuntimeError("no launch found in the compiled module")
+    return sizes

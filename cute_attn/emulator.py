@@ -3,34 +3,56 @@
 It runs the kernel's tile loop (online softmax, FlashAttention-2, arXiv 2307.08691, Algorithm 1) on the
 kernel's quantised inputs, with the kernel's roundings of P, its two-level accumulation (SageAttention2, arXiv
 2411.10958) and its row sums. It is the backend where there is no Hopper GPU and the second
-oracle of the kernel's tests. What it does not reproduce is the order of sums inside a matmul, the fixed-point
-alignment of the tensor core unless asked (`accumulator`), and the last bits of the hardware's exp2.
+oracle of the kernel's tests.
 
 Arithmetic of one row, float32 unless said, tiles of `tile_n` keys visited from the last one needed to the
-first:
+first. One code, the distance of two e4m3 bytes, is an eighth of an octave; `code` counts in U = 2^-24 codes:
 
-    scale_log2 = float32(softmax_scale * log2 e)
-    s_g    = max((q_scale * scale_log2) * k_scale_g, 2^-126)     g: group of 64 keys
-             int8: with its two lowest mantissa bits cleared
+    scale  = q_scale * float32(softmax_scale * log2 e)              code: times 8 U
+    f_g    = max(scale * k_scale_g, 2^-126)                         g: group of 64 keys
     S      = dot of the codes, -inf where masked
-    ex2:   m_tile = max over the groups of (max S) * s_g ;  rounded to an integer if |m_tile| < 2^22
-           m      = max(m_old, m_tile) ;  corr = exp2(m_old - m), 0 if m_old = -inf ;  -inf counts as 0 from here
-           P      = e4m3(exp2(fma(S, s_g, 8 - m)))
-    code:  for the groups of the tile, lowest keys first, with the m of the tiles and groups before
-           z      = fma(S, 8 s_g, 103.65625 - 8 m) ;  top = max z
-           if a code would pass 126, or at the row's first keys: m moves by round((top - 103.65625) / 8), z falls by
-           eight times that (and the codes of the tile's groups before it), corr = 2^-(moves)
-           P      = e4m3 byte round(max(z, 0))
-    O      = O * (corr * (v_previous / v)) + P V                 v: scale of the tile's group of 256 keys
-    l      = l * corr + sum P                                    of the same rounded P
-    out    = O v / l ;  lse = (m + log2 l - 8) ln 2 - LSE_BIAS + softmax_scale * q_dot_mean
+    ex2:   x = S * f_g ;  m_tile = max x, rounded to an integer if |m_tile| < 2^22
+    cast   m = max(m_old, m_tile) ;  corr = 2^(m_old - m), 0 if m_old = -inf ;  -inf counts as 0 from here
+           P = e4m3(exp2((x - m) + lift))                           lift: 8 (ex2) or 0 (cast)
+    code:  for each `check_keys` keys of the tile, lowest first, with the shift that those before have left
+           z     = fma(S, f_g, shift) ;  top = max z                shift = (CODE_BIAS - 8 m) U
+           the row moves if top > 126.5 U, or if it has no m yet (its shift is then that of m = 0 and 2^-10 U,
+           which no m gives) and sees a key here:
+               octaves = (top / U - CODE_BIAS) / 8, rounded to an integer if |octaves| < 2^22
+               m      += octaves ;  corr = 2^-octaves, 1 at the row's first keys
+               z       = (z - top) + place                          place = top - 8 U octaves,
+                                                                    or CODE_BIAS U if |octaves| >= 2^22
+               codes of the tile's keys before fall by 8 octaves, to 0 at least
+           P     = e4m3 byte round(max(z, 0) / U)                   ties to even
+    O      = O * (corr * (v_previous / v)) + P V                    v: scale of the tile's group of 256 keys
+    l      = l * corr + sum P                                       of the same rounded P
+    out    = O * (v / l)
+    lse    = (m + log2 l - lift) ln 2 - CODE_LSE_BIAS (code only) + softmax_scale * q_dot_mean
 
-P is held times 2^8 (ex2) or 2^6 (code, whose m may lag the row's maximum by 2.8 octaves): its largest value stays
-below e4m3's 448, and the smallest that does not become 0 is about 2^-18 (ex2) or 2^-13 to 2^-16 (code) of the largest.
+P is held times 2^lift. Lifted by 8 its largest value is below e4m3's 448 and the smallest that does not
+become 0 is about 2^-18 of the largest. Lifted by 7 it leaves m room to lag the row's maximum by 1.8 octaves,
+and the smallest is about 2^-14 to 2^-16. Not lifted (the naive way), P below 2^-10 is lost and P below 2^-6
+is rounded as a subnormal.
 
-Rows of huge logits: from |m| = 2^22 on, the rounding of S * s_g to float32 is worth whole codes, and a fused
-S * s_g - m could miss the maximum by any number of them. Such rows first replace S by float32(S * s_g) - m,
-then s_g by 1 and m by 0.
+A row that sees no key has output 0 and lse -inf. One that sees keys and has l = 0 has left float32's range:
+NaN.
+
+What it does not reproduce:
+
+- The offset of the kernel's int8 scores by code. They carry 12582912, which the FMA takes off again as
+  fma(S + 12582912, f, shift - f * 12582912); here it is fma(S, f, shift). The kernel's constant is rounded,
+  so its z differs by at most f, one unit of the integer dot, and equally for all keys of a row that share
+  scale and shift.
+- The order of sums inside a matmul, the fixed-point alignment of the tensor core unless asked
+  (`accumulator`), and the last bits of the hardware's exp2, log2 and reciprocals.
+- A row that stays while another row of its warp moves: the kernel computes (z - top) + top for it, which
+  differs from z by at most 2^-17 codes where it matters, so only next to a tie.
+
+Huge logits. Keys of one tile (code: of one check) go through the same roundings, so equal keys of one scale
+have equal P, whatever their size. Between tiles (checks) float32's step counts: a logit of 2^e octaves is
+rounded by up to 2^(e-24) octaves, by code the shift too. So the relative weights of keys in different tiles
+(checks) are those of the logits up to about 2^21 octaves, and are not guaranteed beyond. lse then still has
+a relative error of about 1e-6.
 """
 
 from __future__ import annotations
@@ -46,20 +68,24 @@ from torch import Tensor
 
 from cute_attn.quantize import K_GROUP, V_BLOCK, QuantizedQKV, to_e4m3, unpermute_v
 
-__all__ = ["CODE_OFFSET", "HUGE_LOGIT", "LSE_BIAS", "P_LOG2_SCALE", "emulate_forward", "p_code"]
+__all__ = ["CODE_BIAS", "CODE_LSE_BIAS", "CODE_MAX", "CODE_UNIT", "LIFT", "emulate_forward", "p_code"]
 
-P_LOG2_SCALE: Final = {"ex2": 8.0, "code": 6.0}
-"""P is multiplied by 2 to this power before it is rounded to e4m3."""
+LIFT: Final = {"code": 7.0, "ex2": 8.0, "cast": 0.0}
+"""P is held times 2 to this power, by p_rounding."""
 
-CODE_OFFSET: Final = 103.65625
-"""The e4m3 byte of 2^6 is 104; less 11/32, which centres the error of reading the byte as a logarithm."""
+CODE_BIAS: Final = 8 * LIFT["code"] + 55.65625
+"""The e4m3 byte of 2^7, 112, less 11/32, which centres the error of reading the byte as a logarithm."""
 
-_CODE_MAX: Final = 126.5  # rounds to 126, the byte of 448
+CODE_MAX: Final = 126.5
+"""The largest that rounds to 126, the byte of 448."""
 
-HUGE_LOGIT: Final = 2.0**22
-"""Rows whose base-2 maximum has this magnitude or more are "rows of huge logits" (see the module)."""
+CODE_UNIT: Final = 2.0**-24
+"""One code in the numbers that P by code computes with: the last bit of a subnormal half."""
 
-_SCALE_FLOOR: Final = 2.0**-126  # smallest normal: with s = 0 a masked -inf would become NaN
+_UNSET_SHIFT: Final = (CODE_BIAS + 2.0**-10) * CODE_UNIT  # marks a row that has seen no key
+_ROUND_LIMIT: Final = 2.0**22  # references of this magnitude or more stay as they are
+
+_FACTOR_FLOOR: Final = 2.0**-126  # smallest normal: with f = 0 a masked -inf would become NaN
 _SLICE: Final = 32  # k extent of one 8-bit tensor-core instruction
 _ALIGNED_BITS: Final = 13  # fraction bits that survive alignment in Hopper's FP8 accumulator
 
@@ -73,35 +99,31 @@ def _lse_bias() -> float:
 
     Softmax mass is spread over many values of log2 P, so that its fractional part is close to uniform, and
     the row sum of the rounded P is the exact sum times the mean of the ratio over one period, eight codes.
-    The byte n is chosen for z within 1/2 of n; the float16 step before (its spacing is 1/16 for z in [64,
-    128)) gives ties to the even code, so that even n own n +- 17/32 and odd n own n +- 15/32. The ratio
-    value(n) / 2^((z - 119.65625)/8 + 8) has an elementary integral. The period taken is 112..119, where
-    value(n) is 128 + 16 (n - 112); below z = 64 the spacing halves, which changes the result by less than
-    1e-4.
+    The byte n is chosen for z within 1/2 of n. The ratio value(n) / 2^((z - CODE_BIAS)/8 + 7) has an
+    elementary integral. The period taken is 112..119, where value(n) is 128 + 16 (n - 112).
     """
     total = 0.0
     for n in range(112, 120):
-        half = 0.5
-        low, high = (-(z - CODE_OFFSET) / 8 - P_LOG2_SCALE["code"] for z in (n - half, n + half))
-        total += (128 + 16 * (n - 112)) * (2.0**low - 2.0**high) / math.log(2)
+        low, high = ((z - CODE_BIAS) / 8 + LIFT["code"] for z in (n - 0.5, n + 0.5))
+        total += (128 + 16 * (n - 112)) * (2.0**-low - 2.0**-high) / math.log(2)
     return math.log(total)
 
 
-LSE_BIAS: Final = _lse_bias()
+CODE_LSE_BIAS: Final = _lse_bias()
 """log(row sum of the rounded P / exact one) of p_rounding="code", on average; lse subtracts it."""
 
 
 def p_code(z: Tensor) -> Tensor:
-    """The e4m3 byte of 2^8 P from z = 8 log2 P + 119.65625, without exp2.
+    """The e4m3 byte of 2^7 P from z = 8 log2 P + CODE_BIAS, without exp2.
 
     An e4m3 byte is nearly a fixed-point base-2 logarithm, three bits of it fraction: 1 + f stands for 2^f.
 
     Args:
-        z: float32, any shape.
+        z: float32, any shape, at most CODE_MAX (the reference sees to that).
 
     Returns:
-        uint8 of that shape: float16(max(z, 0)) rounded to the nearest integer, ties to even; at most 126, the
-        byte of 448; 0x7f (NaN) where z is NaN.
+        uint8 of that shape: max(z, 0) rounded to the nearest integer, ties to even; 0x7f (NaN) where z is
+        NaN. Beyond CODE_MAX it is 126, where the kernel's byte would go on counting.
     """
     rounded = z.clamp(min=0.0).round().clamp_(max=126.0)
     return rounded.nan_to_num_(nan=127.0).to(torch.uint8)
@@ -159,6 +181,7 @@ def emulate_forward(
     softmax_scale: float | None = None,
     tile_m: int = 128,
     tile_n: int = 128,
+    check_keys: int = 64,
     out_dtype: torch.dtype | None = None,
     two_level: bool = True,
     accumulator: Literal["fp32", "hopper"] = "fp32",
@@ -176,9 +199,11 @@ def emulate_forward(
             of the block needs holds NaN or infinity in keys that another row must not see: that one is NaN
             too.
         tile_n: keys of one tile: 64, 128 or 256.
+        check_keys: keys after which P by code is checked for overflow: 32 or 64.
         out_dtype: default `qkv.dtype`.
         two_level: a fresh accumulator for each tile, added to O in float32. False keeps one accumulator
-            across all tiles, to show what that does together with `accumulator="hopper"`.
+            across all tiles, to show what that does together with `accumulator="hopper"`; row sums are then
+            float32.
         accumulator: how a matmul sums. "fp32": float32. "hopper": a model of the reduced-precision
             accumulator of Hopper's FP8 instructions, for both matmuls of e4m3 operands (int8 sums are exact);
             slow.
@@ -201,6 +226,8 @@ def emulate_forward(
         raise ValueError(f"softmax_scale is {softmax_scale}; allowed: finite and > 0")
     if tile_n not in (64, 128, 256):
         raise ValueError(f"tile_n is {tile_n}; allowed: 64, 128, 256")
+    if check_keys not in (32, 64):
+        raise ValueError(f"check_keys is {check_keys}; allowed: 32, 64")
     if tile_m < 1:
         raise ValueError(f"tile_m is {tile_m}; allowed: at least 1")
     if accumulator not in ("fp32", "hopper"):
@@ -246,6 +273,7 @@ def emulate_forward(
                         softmax_scale=softmax_scale,
                         tile_m=tile_m,
                         tile_n=tile_n,
+                        check_keys=check_keys,
                         p_rounding=qkv.recipe.p_rounding,
                         two_level=two_level,
                         hopper=accumulator == "hopper",
@@ -273,6 +301,7 @@ def _attend_rows(
     softmax_scale: float,
     tile_m: int,
     tile_n: int,
+    check_keys: int,
     p_rounding: str,
     two_level: bool,
     hopper: bool,
@@ -289,10 +318,12 @@ def _attend_rows(
     """
     batch, heads, group, rows, head_dim = q.shape
     device = q.device
-    int8 = q.dtype == torch.int8
-    sums_hopper_qk = hopper and not int8
+    sums_hopper_qk = hopper and q.dtype != torch.int8
+    by_code = p_rounding == "code"
     qf = q.float().reshape(batch, heads, group * rows, head_dim)
     row_scale = q_scale * torch.tensor(softmax_scale * math.log2(math.e), dtype=torch.float32, device=device)
+    if by_code:
+        row_scale = row_scale * (8.0 * CODE_UNIT)
 
     # Keys that each row sees are 0 .. limit - 1; tiles are counted for whole blocks of tile_m rows.
     offset = seqlen_k - seqlen_q if causal else seqlen_k
@@ -305,8 +336,8 @@ def _attend_rows(
 
     o_acc = torch.zeros(batch, heads, group, rows, head_dim, device=device)
     l_acc = torch.zeros(batch, heads, group, rows, device=device)
-    m_acc = torch.full((batch, heads, group, rows), -math.inf, device=device)
-    shift = torch.full((batch, heads, group, rows), CODE_OFFSET, device=device)
+    # code: the shift; else the reference itself
+    state = torch.full((batch, heads, group, rows), _UNSET_SHIFT if by_code else -math.inf, device=device)
     v_previous = torch.ones(batch, heads, device=device)
 
     for tile in range(max(tiles) - 1, -1, -1):
@@ -323,11 +354,8 @@ def _attend_rows(
         k_groups = k_scale[..., start // K_GROUP : -(-stop // K_GROUP)]
         k_groups = F.pad(k_groups, (0, tile_n // K_GROUP - k_groups.shape[-1]), value=1.0)
 
-        s = row_scale[..., lo:, None] * k_groups[:, :, None, None, :]  # (b, h, group, n, tile_n / 64)
-        s = s.clamp(min=_SCALE_FLOOR)
-        if int8:
-            s = (s.view(torch.int32) & -4).view(torch.float32)
-        s = s.unsqueeze(-1)
+        factor = row_scale[..., lo:, None] * k_groups[:, :, None, None, :]  # (b, h, group, n, tile_n / 64)
+        factor = factor.clamp(min=_FACTOR_FLOOR)  # keeps NaN
 
         q_rows = qf if lo == 0 else qf.unflatten(2, (group, rows))[:, :, :, lo:].flatten(2, 3)
         kt = k_tile.transpose(-1, -2)
@@ -336,14 +364,11 @@ def _attend_rows(
         if stop < start + tile_n or causal:
             hidden = torch.arange(start, start + tile_n, device=device) >= limit[lo:, None]
             scores = scores.masked_fill(hidden, -math.inf)
-        scores = scores.unflatten(-1, (tile_n // K_GROUP, K_GROUP))
-
-        if p_rounding == "code":
-            codes, m_new, moved, corr = _codes(scores, s, m_acc[..., lo:], shift[..., lo:])
-            shift[..., lo:] = moved
-            p8 = codes.view(torch.float8_e4m3fn)
+        if by_code:
+            p8, moved, corr = _codes(scores, factor, state[..., lo:], check_keys)
         else:
-            p8, m_new, corr = _exponentials(scores, s, m_acc[..., lo:])
+            p8, moved, corr = _exponentials(scores, factor, state[..., lo:], LIFT[p_rounding])
+        state[..., lo:] = moved
         p = p8.float().view(batch, heads, group * n, tile_n)
 
         v_now = v_scale[..., start // V_BLOCK]
@@ -351,9 +376,12 @@ def _attend_rows(
         ratio = torch.where(first_tile, 1.0, (v_previous / v_now)[..., None])  # (b, h, n)
         v_previous = v_now
         o = o_acc[..., lo:, :] * (corr * ratio[:, :, None]).unsqueeze(-1)
-        if two_level:
-            product = _hopper_matmul(p, v_tile) if hopper else p @ v_tile
-            o = o + product.view_as(o)
+        row_sum = p.sum(dim=-1)
+        if two_level and hopper:  # the row sum is one more column of the product, V's there is 1
+            product = _hopper_matmul(p, F.pad(v_tile, (0, 1), value=1.0))
+            o, row_sum = o + product[..., :-1].view_as(o), product[..., -1]
+        elif two_level:
+            o = o + (p @ v_tile).view_as(o)
         elif hopper:
             o = _hopper_matmul(p, v_tile, o.flatten(2, 3)).view_as(o)
         else:
@@ -361,52 +389,70 @@ def _attend_rows(
                 o
             )
         o_acc[..., lo:, :] = o
-        l_acc[..., lo:] = l_acc[..., lo:] * corr + p.sum(dim=-1).view(batch, heads, group, n)
-        m_acc[..., lo:] = m_new
+        l_acc[..., lo:] = l_acc[..., lo:] * corr + row_sum.view(batch, heads, group, n)
 
     seen = limit > 0
     v_last = v_scale[..., 0, None, None, None]
-    # A row with keys and l = 0 has left float32's range: 0/0 makes it NaN instead of a plausible zero.
-    out = torch.where(seen[:, None], o_acc * v_last / l_acc.unsqueeze(-1), 0.0)
-    bias = LSE_BIAS if p_rounding == "code" else 0.0
-    lse = (m_acc + (l_acc.log2() - P_LOG2_SCALE[p_rounding])) * math.log(2.0) - bias
+    # A row with keys and l = 0 has left float32's range: 0 * inf makes it NaN instead of a plausible zero.
+    out = torch.where(seen[:, None], o_acc * (v_last / l_acc.unsqueeze(-1)), 0.0)
+    m = (CODE_BIAS - state / CODE_UNIT) * 0.125 if by_code else state
+    lse = (m + l_acc.log2() - LIFT[p_rounding]) * math.log(2.0) - (CODE_LSE_BIAS if by_code else 0.0)
     lse = lse.masked_fill(l_acc == 0, math.nan)
     return out, torch.where(seen, lse, -math.inf)
 
 
-def _exponentials(scores: Tensor, s: Tensor, m_old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """P by exp2: e4m3 P, new maximum, rescale factor."""
-    m_tile = (scores.amax(dim=-1, keepdim=True) * s).amax(dim=(-1, -2))
-    m_tile = torch.where(m_tile.abs() < HUGE_LOGIT, m_tile.round(), m_tile)
-    m_new = torch.maximum(m_old, m_tile)
-    m_use = m_new.masked_fill(m_new == -math.inf, 0.0)
-    corr = torch.exp2(m_old - m_use)  # 0 where m_old is -inf
-    m = m_use[..., None, None]
-    huge = m.abs() >= HUGE_LOGIT
-    if bool(huge.any()):
-        scores = torch.where(huge, scores * s - m, scores)
-        s, m = torch.where(huge, 1.0, s), m.masked_fill(huge, 0.0)
-    return to_e4m3(torch.exp2(_fma(scores, s, P_LOG2_SCALE["ex2"] - m))), m_new, corr
+def _integral(x: Tensor) -> Tensor:
+    """x rounded to an integer; as it is from 2^22 on, and for NaN and infinities."""
+    return torch.where(x.abs() < _ROUND_LIMIT, x.round(), x)
 
 
-def _codes(scores: Tensor, s: Tensor, m: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """P by code: bytes (..., groups, 64), new reference, its shift (CODE_OFFSET - 8 m), rescale factor."""
+def _exponentials(
+    scores: Tensor, factor: Tensor, m_old: Tensor, lift: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """P by exp2.
+
+    Args:
+        scores: (..., tile_n); factor: (..., tile_n / 64); m_old: (...), -inf before any key.
+
+    Returns:
+        e4m3 P (..., tile_n), the new m and the rescale factor.
+    """
+    x = (scores.unflatten(-1, (-1, K_GROUP)) * factor.unsqueeze(-1)).flatten(-2)
+    m_new = torch.maximum(m_old, _integral(x.amax(dim=-1)))
+    m = m_new.masked_fill(m_new == -math.inf, 0.0)
+    corr = torch.exp2(m_old - m)  # 0 where m_old is -inf
+    return to_e4m3(torch.exp2((x - m.unsqueeze(-1)) + lift)), m_new, corr
+
+
+def _codes(scores: Tensor, factor: Tensor, shift: Tensor, check_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """P by code, whose reference moves only where it must.
+
+    Args:
+        scores: (..., tile_n); factor: (..., tile_n / 64).
+        shift: (...) what the FMA adds, (CODE_BIAS - 8 m) CODE_UNIT, or _UNSET_SHIFT before any key.
+
+    Returns:
+        e4m3 P (..., tile_n), the new shift and the rescale factor.
+    """
     codes = torch.empty(scores.shape, dtype=torch.uint8, device=scores.device)
-    corr = torch.ones_like(m)
-    for g in range(scores.shape[-2]):
-        z = _fma(scores[..., g, :], 8.0 * s[..., g, :], shift.unsqueeze(-1))
+    corr = torch.ones_like(shift)
+    for first in range(0, scores.shape[-1], check_keys):
+        keys = slice(first, first + check_keys)
+        f = factor[..., first // K_GROUP, None]
+        z = _fma(scores[..., keys], f, shift.unsqueeze(-1))
         top = z.amax(dim=-1)
-        unset = m == -math.inf
-        seen = top != -math.inf
-        octaves = (top - CODE_OFFSET) * 0.125
-        octaves = torch.where(octaves.abs() < HUGE_LOGIT, octaves.round(), octaves)
-        stays = torch.where(unset, ~seen, top <= _CODE_MAX)
-        octaves = octaves.masked_fill(stays, 0.0)
-        corr = corr * torch.where(unset, 1.0, torch.exp2(-octaves))
-        m = torch.where(unset, octaves.masked_fill(~seen, -math.inf), m + octaves)
-        shift = shift - 8.0 * octaves
-        if g:
-            drop = (8.0 * octaves).nan_to_num(0.0).clamp(0.0, 255.0).to(torch.uint8)[..., None, None]
-            codes[..., :g, :] = torch.maximum(codes[..., :g, :], drop) - drop
-        codes[..., g, :] = p_code(z - 8.0 * octaves.unsqueeze(-1))
-    return codes, m, shift, corr
+        unset = shift == _UNSET_SHIFT
+        moves = torch.where(unset, top != -math.inf, ~(top <= CODE_MAX * CODE_UNIT))  # NaN moves
+        if bool(moves.any()):
+            octaves = _integral((top / CODE_UNIT - CODE_BIAS) * 0.125).masked_fill(~moves, 0.0)
+            fall = octaves * (8.0 * CODE_UNIT)
+            corr = corr * torch.where(unset, 1.0, torch.exp2(-octaves))
+            shift = torch.where(moves, shift.masked_fill(unset, CODE_BIAS * CODE_UNIT) - fall, shift)
+            # Relative to the largest key, whose own place must not depend on how huge it is.
+            place = torch.where(octaves.abs() >= _ROUND_LIMIT, CODE_BIAS * CODE_UNIT, top - fall)
+            z = torch.where(moves.unsqueeze(-1), (z - top.unsqueeze(-1)) + place.unsqueeze(-1), z)
+            # An unset row has seen no key before: those codes are zero whatever falls.
+            drop = (8.0 * octaves).nan_to_num(0.0).clamp(0.0, 255.0).to(torch.uint8).unsqueeze(-1)
+            codes[..., :first] = torch.maximum(codes[..., :first], drop) - drop
+        codes[..., keys] = p_code(z / CODE_UNIT)
+    return codes.view(torch.float8_e4m3fn), shift, corr

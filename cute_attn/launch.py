@@ -1,7 +1,7 @@
 """Calls of the compiled kernels: outputs, scratch, device and stream.
 
-The compiled functions take torch tensors as they are (TVM-FFI), check dtype, rank, shape and strides, and launch on
-the current stream of the tensors' device. Nothing here synchronises.
+The compiled functions take torch tensors as they are (TVM-FFI), check dtype, rank, shape and strides, and
+launch on the current stream of the tensors' device. Nothing here synchronises.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def launch_quantize(
         q: (batch, seqlen_q, heads_q, head_dim) bf16 or fp16 on a CUDA device, last stride 1.
         k, v: (batch, seqlen_k, heads_k, head_dim), likewise.
         recipe: what `config` was planned from.
-        k_mean: (batch, heads_k, head_dim) float32 to subtract from K where the recipe smooths; default `mean_key(k)`.
+        k_mean: (batch, heads_k, head_dim) float32 to subtract from K where the recipe smooths; default
+            `mean_key(k)`.
     """
     batch, seqlen_q, heads_q, head_dim = q.shape
     _, seqlen_k, heads_k, _ = k.shape
@@ -134,7 +135,11 @@ def launch_quantize(
 
 
 def launch_transpose_v(v: Tensor, config: QuantizeConfig) -> Tensor:
-    """Ready e4m3 V (batch, seqlen_k, heads_k, head_dim) to the forward kernel's (batch, heads_k, head_dim, ceil16)."""
+    """Ready e4m3 V (batch, seqlen_k, heads_k, head_dim) to the forward kernel's operand.
+
+    Returns:
+        (batch, heads_k, head_dim, seqlen_k rounded up to a multiple of V_KEY_PERMUTATION) e4m3.
+    """
     batch, seqlen_k, heads_k, head_dim = v.shape
     padded = _ceil_div(seqlen_k, V_KEY_PERMUTATION) * V_KEY_PERMUTATION
     with _on(v.device):
@@ -145,7 +150,7 @@ def launch_transpose_v(v: Tensor, config: QuantizeConfig) -> Tensor:
 
 
 def _padded_rows(k_scale: Tensor) -> Tensor:
-    """K scales whose rows are contiguous and readable to a multiple of K_SCALE_PAD, copied only if they are not."""
+    """K scales with contiguous rows that are readable to a multiple of K_SCALE_PAD; copied if need be."""
     batch, heads, groups = k_scale.shape
     width = _ceil_div(groups, K_SCALE_PAD) * K_SCALE_PAD
     s0, s1, s2 = k_scale.stride()
@@ -162,7 +167,7 @@ def launch_forward(
     """Run the compiled forward kernel of `config`.
 
     Returns:
-        (out, lse): (batch, seqlen_q, heads_q, head_dim) of `out_dtype` and (batch, heads_q, seqlen_q) float32.
+        (out, lse): (batch, seqlen_q, heads_q, head_dim) of `out_dtype`, (batch, heads_q, seqlen_q) float32.
     """
     assert config.causal == causal and _ELEMENTS[config.out_dtype] == out_dtype, "plan and call disagree"
     q = qkv.q

@@ -19,8 +19,10 @@ from cute_attn.quantize import PRESETS, Fp8Recipe
 from cute_attn.validate import HEAD_DIMS, check_backend
 
 DTYPE_NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-QK_DTYPES: Final = ("e4m3", "int8")
-P_ROUNDINGS: Final = ("code", "ex2")
+P_ROUNDINGS: Final = ("code", "ex2", "cast")
+P_ROUNDINGS_OF: Final = {"e4m3": P_ROUNDINGS, "int8": ("code", "ex2")}
+"""Roundings of P that kernels exist for, by the operands of Q K^T: "cast" is a baseline, of e4m3 alone."""
+QK_DTYPES: Final = tuple(P_ROUNDINGS_OF)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -28,79 +30,134 @@ P_ROUNDINGS: Final = ("code", "ex2")
 # ------------------------------------------------------------------------------------------------------------
 
 
+_TileKey = tuple[int, str, bool, str]
+
+
 @dataclass(frozen=True)
 class Tile:
     """One row of the tile table: what it serves, the choices, and the reason for them.
 
-    `tile_m`, `tile_n`, `kv_stages`, `overlap`, `pingpong`, `pv_splits` and the register counts are those of
-    `FwdConfig`.
+    It serves each combination of `head_dim`, `qk_dtypes`, `causals` and `p_roundings` that kernels exist for
+    (see `P_ROUNDINGS_OF`). `tile_m`, `tile_n`, `kv_stages`, `overlap`, `pingpong`, `pv_splits`, `check_keys`
+    and the register counts are those of `FwdConfig`.
     """
 
     head_dim: int
     why: str
     tile_n: int
-    overlap: bool
-    pingpong: bool
+    overlap: bool = False
+    pingpong: bool = False
     qk_dtypes: tuple[str, ...] = QK_DTYPES
     causals: tuple[bool, ...] = (False, True)
     p_roundings: tuple[str, ...] = P_ROUNDINGS
     tile_m: int = 128
     kv_stages: int = 2
     pv_splits: int = 1
+    check_keys: int = 64
     consumer_regs: int = 240
     producer_regs: int = 24
+    turns: tuple[tuple[str, bool], ...] = ()  # (qk_dtype, causal) for which, with P by code, pingpong pays
 
+    @property
+    def keys(self) -> list[_TileKey]:
+        """What the row serves, as (head_dim, qk_dtype, causal, p_rounding)."""
+        return [
+            (self.head_dim, qk_dtype, causal, p_rounding)
+            for qk_dtype, causal, p_rounding in itertools.product(
+                self.qk_dtypes, self.causals, self.p_roundings
+            )
+            if p_rounding in P_ROUNDINGS_OF[qk_dtype]
+        ]
+
+
+_D64_CAUSAL: Final = (
+    "a block of rows also computes keys that its diagonal tiles hide: blocks of 192 rows waste more there "
+    "than their third consumer warpgroup gains"
+)
+_D256_SPLITS: Final = (
+    "O takes 128 registers a thread: P V is accumulated one part of head_dim after the other, so that its "
+    "fresh accumulator fits beside O"
+)
 
 TILES: Final = (
     Tile(
         head_dim=64,
-        tile_n=256,
-        overlap=True,
-        pingpong=True,
-        why="softmax outlasts the products at head_dim 64: both kinds of overlap hide them under it, and O "
-        "is small enough to leave registers for 256 scores a row",
-    ),
-    Tile(
-        head_dim=128,
-        qk_dtypes=("e4m3",),
-        tile_n=256,
-        overlap=False,
-        pingpong=False,
-        why="256 keys a step halve the rescales of O; with products this long the two warpgroups interleave "
-        "by themselves, and overlap inside one would spill",
-    ),
-    Tile(
-        head_dim=128,
-        qk_dtypes=("int8",),
+        causals=(False,),
+        tile_m=192,
         tile_n=128,
-        overlap=True,
-        pingpong=True,
-        why="the int8 accumulator must be preset for each tile, so its softmax is worth hiding twice; 128 "
-        "keys a step keep two products in registers",
+        kv_stages=4,
+        consumer_regs=160,
+        producer_regs=32,
+        turns=(),
+        why="at head_dim 64 the chain of product, softmax and product is long against the tensor core's work "
+        "in it: a third consumer warpgroup fills the gaps, and 128 keys a step keep the scores within the "
+        "160 registers that three leave to a thread",
+    ),
+    Tile(
+        head_dim=64,
+        qk_dtypes=("e4m3",),
+        causals=(True,),
+        tile_n=256,
+        turns=(),
+        why=f"{_D64_CAUSAL}; O is small enough for 256 keys a step, which halve the waits",
+    ),
+    Tile(
+        head_dim=64,
+        qk_dtypes=("int8",),
+        causals=(True,),
+        p_roundings=("code",),
+        tile_n=256,
+        turns=(),
+        why=f"{_D64_CAUSAL}; O is small enough for 256 keys a step, which halve the waits",
+    ),
+    Tile(
+        head_dim=64,
+        qk_dtypes=("int8",),
+        causals=(True,),
+        p_roundings=("ex2",),
+        tile_n=128,
+        kv_stages=4,
+        why=f"{_D64_CAUSAL}; exp2 of int8 scores would spill registers at 256 keys a step, so it takes 128",
+    ),
+    Tile(
+        head_dim=128,
+        tile_n=256,
+        turns=(),
+        why="256 keys a step halve what a key pays for waits, folds of P V into O and checks for overflow; "
+        "the scores share registers with the fresh accumulator of P V, and the two warpgroups interleave "
+        "without taking turns",
     ),
     Tile(
         head_dim=256,
+        p_roundings=("code",),
         tile_n=128,
-        overlap=False,
-        pingpong=True,
         pv_splits=2,
-        why="O takes 128 registers a thread: P V is accumulated in two halves of head_dim so that its fresh "
-        "accumulator fits, and turns at the tensor core hide one warpgroup's softmax under the products of "
-        "the other",
+        why=f"{_D256_SPLITS}; the two warpgroups interleave without taking turns",
+    ),
+    Tile(
+        head_dim=256,
+        p_roundings=("ex2", "cast"),
+        tile_n=128,
+        pv_splits=2,
+        pingpong=True,
+        why=f"{_D256_SPLITS}; exp2 compiles with spills where the warpgroups take no turns at the tensor "
+        "core, and without where they do",
     ),
 )
-"""Every (head_dim, qk_dtype, causal, p_rounding) is served by exactly one row."""
+"""Every (head_dim, qk_dtype, causal, p_rounding) that kernels exist for is served by exactly one row.
 
-_TileKey = tuple[int, str, bool, str]
-_TILE_OF: Final[dict[_TileKey, Tile]] = {
-    (tile.head_dim, qk_dtype, causal, p_rounding): tile
-    for tile in TILES
-    for qk_dtype, causal, p_rounding in itertools.product(tile.qk_dtypes, tile.causals, tile.p_roundings)
-}
+The sizes are those of the fastest variants with P by code on an H200 (scripts/tune.py); the other roundings,
+which are there for comparison, take the same where it compiles without spills.
+"""
+
+_TILE_OF: Final[dict[_TileKey, Tile]] = {key: tile for tile in TILES for key in tile.keys}
 
 
 def forward_config(head_dim: int, qk_dtype: str, causal: bool, p_rounding: str, out_dtype: str) -> FwdConfig:
-    """The forward kernel for these properties of a problem; `out_dtype` is "bf16" or "fp16"."""
+    """The forward kernel for these properties of a problem; `out_dtype` is "bf16" or "fp16".
+
+    Raises KeyError where no such kernel exists, which no recipe asks for (see `P_ROUNDINGS_OF`).
+    """
     tile = _TILE_OF[head_dim, qk_dtype, causal, p_rounding]
     return FwdConfig(
         head_dim=head_dim,
@@ -112,9 +169,10 @@ def forward_config(head_dim: int, qk_dtype: str, causal: bool, p_rounding: str, 
         causal=causal,
         out_dtype=out_dtype,
         overlap=tile.overlap,
-        pingpong=tile.pingpong,
+        pingpong=tile.pingpong or (p_rounding == "code" and (qk_dtype, causal) in tile.turns),
         consumer_regs=tile.consumer_regs,
         producer_regs=tile.producer_regs,
+        check_keys=tile.check_keys,
         pv_splits=tile.pv_splits,
     )
 
@@ -191,6 +249,7 @@ def tile_table() -> list[dict[str, object]]:
                 "overlap": config.overlap,
                 "pingpong": config.pingpong,
                 "pv_splits": config.pv_splits,
+                "check_keys": config.check_keys,
                 "smem_bytes": config.smem_bytes,
                 "registers": WARPGROUP
                 * (config.consumer_regs * config.consumer_warpgroups + config.producer_regs),

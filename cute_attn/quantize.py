@@ -90,7 +90,7 @@ _ALLOWED: Final[Mapping[str, tuple[object, ...]]] = {
     "v_scale": ("tensor", "head", "block"),
     "rotation": ("none", "hadamard"),
     "smooth_k": (True, False),
-    "p_rounding": ("code", "ex2"),
+    "p_rounding": ("code", "ex2", "cast"),
 }
 
 
@@ -109,11 +109,14 @@ class Fp8Recipe:
             section 3.3).
         rotation_seed: seed of the signs, a non-negative int below 2**63.
         smooth_k: subtract a mean key of each head (SageAttention, arXiv 2410.02367). Exact for the output.
-        p_rounding: "ex2" computes exp2 and casts to e4m3; "code" rounds the exponent to an e4m3 byte
-            directly.
+        p_rounding: how P becomes e4m3. "code" rounds its base-2 logarithm to an e4m3 byte, without exp2.
+            "ex2" computes exp2 and casts, P lifted by 2^8 so that small P keep their bits. "cast" is "ex2"
+            without the lift, the naive way and that of arXiv 2407.08608: P below about 2^-10 of the row's
+            largest become 0. It is there as a baseline, for e4m3 operands only.
 
     Raises:
-        ValueError: a field holds a value that is not allowed; the message names field, value and choices.
+        ValueError: a field holds a value that is not allowed; the message names field, value and choices. Or
+            `qk_dtype` is "int8" with `p_rounding` "cast".
     """
 
     name: str = "custom"
@@ -125,7 +128,7 @@ class Fp8Recipe:
     rotation: Literal["none", "hadamard"] = "hadamard"
     rotation_seed: int = 0
     smooth_k: bool = True
-    p_rounding: Literal["code", "ex2"] = "code"
+    p_rounding: Literal["code", "ex2", "cast"] = "code"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -138,6 +141,11 @@ class Fp8Recipe:
         seed = self.rotation_seed
         if type(seed) is not int or not 0 <= seed < 2**63:
             raise ValueError(f"Fp8Recipe.rotation_seed is {seed!r}; allowed: an int from 0 to 2**63 - 1")
+        if self.qk_dtype == "int8" and self.p_rounding == "cast":
+            raise ValueError(
+                "Fp8Recipe.qk_dtype is 'int8' with p_rounding 'cast'; "
+                "allowed: p_rounding 'code', 'ex2' with 'int8', any with 'e4m3'"
+            )
 
     @classmethod
     def preset(cls, name: str) -> Fp8Recipe:
@@ -160,10 +168,10 @@ _NAIVE: Final = Fp8Recipe(
     v_scale="tensor",
     rotation="none",
     smooth_k=False,
-    p_rounding="ex2",
+    p_rounding="cast",
 )
 _PAPER: Final = Fp8Recipe(
-    name="paper", qk_dtype="e4m3", q_scale="block", k_block=128, smooth_k=False, p_rounding="ex2"
+    name="paper", qk_dtype="e4m3", q_scale="block", k_block=128, smooth_k=False, p_rounding="cast"
 )
 _FP8: Final = Fp8Recipe(name="fp8", qk_dtype="e4m3")
 _ACCURATE: Final = Fp8Recipe(name="accurate")
@@ -536,6 +544,8 @@ def from_fp8(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    *,
+    vt: Tensor | None = None,
 ) -> QuantizedQKV:
     """Wraps e4m3 tensors that a user already has (FlashAttention-3's signature); only V is copied.
 
@@ -544,18 +554,25 @@ def from_fp8(
         k, v: (batch, seqlen_k, heads_k, head_dim) float8_e4m3fn.
         q_descale, k_descale, v_descale: (batch, heads_k) float32, positive, default 1. That of a kv head
             serves all query heads of its group. Scales are expanded with stride 0, not written out.
+        vt: (batch, heads_k, head_dim, ceil16(seqlen_k)) float8_e4m3fn, `permute_v(v)` where it has been made
+            already (by the device kernel); default: made here.
 
     Returns:
         QuantizedQKV with dtype bfloat16 and the recipe "fp8_tensors" (no rotation, no smoothing, P by code).
 
     Raises:
-        ValueError: a tensor is not 4-D e4m3, or a descale has another shape or dtype.
+        ValueError: a tensor is not 4-D e4m3, or a descale or `vt` has another shape or dtype.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or x.dtype != torch.float8_e4m3fn:
             raise ValueError(f"{name} is {x.dim()}-D {x.dtype}; allowed: 4-D float8_e4m3fn")
     batch, seqlen_q, heads_q, _ = q.shape
     seqlen_k, heads_k = k.shape[1], k.shape[2]
+    if vt is None:
+        vt = permute_v(v)
+    elif vt.dtype != v.dtype or vt.shape != (batch, heads_k, v.shape[3], -(-seqlen_k // 16) * 16):
+        want = (batch, heads_k, v.shape[3], -(-seqlen_k // 16) * 16)
+        raise ValueError(f"vt is {tuple(vt.shape)} {vt.dtype}; allowed: {want} float8_e4m3fn")
 
     def descale(name: str, x: Tensor | None) -> Tensor:
         if x is None:
@@ -568,7 +585,7 @@ def from_fp8(
     return QuantizedQKV(
         q=q,
         k=k,
-        vt=permute_v(v),
+        vt=vt,
         q_scale=q_heads.unsqueeze(-1).expand(-1, -1, seqlen_q),
         k_scale=descale("k_descale", k_descale).unsqueeze(-1).expand(-1, -1, -(-seqlen_k // K_GROUP)),
         v_scale=descale("v_descale", v_descale).unsqueeze(-1).expand(-1, -1, -(-seqlen_k // V_BLOCK)),

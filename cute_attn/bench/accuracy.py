@@ -11,14 +11,17 @@ kernel
     to 16 bits.
 
 The baseline of `ratio_to_naive` is the recipe "naive" (one scale for each tensor, no rotation, e4m3), the one
-that the FA3 paper (arXiv 2407.08608, section 4.3) compares with.
+that the FA3 paper (arXiv 2407.08608, section 4.3) compares with. It casts P to e4m3 as it is, so P below
+about 2^-10 become 0. The default table has `NAIVE_LIFTED` beside it, the same recipe with P lifted by 2^8
+before the cast, which tells what part of a ratio comes from there.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import pandas as pd
 import torch
@@ -29,9 +32,10 @@ from rich.table import Table
 import cute_attn
 from cute_attn import reference
 from cute_attn.bench.data import LayerTensors
-from cute_attn.quantize import Fp8Recipe, QuantizedQKV, resolve_recipe
+from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV, resolve_recipe
 
-DEFAULT_RECIPES = ("naive", "paper", "fp8", "accurate")
+NAIVE_LIFTED: Final = replace(PRESETS["naive"], name="naive-lifted", p_rounding="ex2")
+DEFAULT_RECIPES: Final[tuple[str | Fp8Recipe, ...]] = ("naive", NAIVE_LIFTED, "paper", "fp8", "accurate")
 BASELINE = "naive"
 SOURCE_LABELS = {"real": "real layers", "synthetic": "synthetic inputs", "user": "your tensors"}
 
@@ -207,7 +211,9 @@ def render_accuracy(table: pd.DataFrame, console: Console) -> None:
     view = Table(
         title="Error of 8-bit attention against float64\n" + "; ".join(ran[name] for name in backends),
         caption="vs naive: RMSE of recipe naive over that of this one, higher is better.\n"
-        "kernel: relative RMSE without the part that quantising Q, K and V makes.",
+        "naive: e4m3, one scale for each tensor, P cast without a lift.\n"
+        + ("naive-lifted: naive with P times 2^8.\n" if NAIVE_LIFTED.name in set(table["recipe"]) else "")
+        + "kernel: relative RMSE without the part that quantising Q, K and V makes.",
         box=box.SIMPLE,
         pad_edge=False,
         padding=(0, 1) if console.width >= 96 else (0, 0),

@@ -45,8 +45,9 @@ def load_real_layers(device: torch.device | str = "cpu") -> list[LayerTensors]:
     """Load the bundled layers 0, 5, 15 and 29 of SmolLM2-135M.
 
     Returns:
-        One `LayerTensors` a layer, in layer order: q (1, 1024, 9, 64), k and v (1, 1024, 3, 64), bfloat16,
-        after RoPE. They come from causal self-attention.
+        One `LayerTensors` a layer, in layer order: q, k and v (1, 2048, 3, 64), bfloat16, after RoPE. They
+        come from causal self-attention of a model with 9 query heads on 3 K and V heads; q holds the first
+        query head of each group of three (heads 0, 3 and 6), so each head has a K and V head of its own.
     """
     return _load(REAL_LAYERS_PATH, device, name_prefix="smollm2 ", source="real")
 

@@ -4,8 +4,8 @@ Q, K:   x = float32(input) [- mean of the head's keys] [signs, Walsh-Hadamard]; 
         code = round(x * (QMAX / amax)), scale = amax * norm / QMAX
 V:      e4m3 with one scale for 256 keys, transposed to (head_dim, keys), keys permuted in groups of 16
 
-The arithmetic is that of `cute_attn.quantize.quantize_reference`, bit for bit: float32, round to nearest, the same
-order of butterflies. A group of zeros gets scale 1; a NaN or inf in a group makes its scale NaN.
+The arithmetic is that of `cute_attn.quantize.quantize_reference`, bit for bit: float32, round to nearest, the
+same order of butterflies. A group of zeros gets scale 1; a NaN or inf in a group makes its scale NaN.
 
 Tensors, every stride dynamic, the last one 1:
 
@@ -16,18 +16,19 @@ Tensors, every stride dynamic, the last one 1:
     q_scale, q_dot (batch, heads_q, seqlen_q); k_scale (batch, heads_k, ceil(seqlen_k / 64));
     v_scale (batch, heads_k, ceil(seqlen_k / 256)), all float32
 
-`RowKernel` (Q and K): one CTA for 128 rows of one head, 2 * head_dim threads, 16 elements of four rows a thread: the
-eight at 8 t and the eight at head_dim / 2 + 8 t of its rows, t its place among the head_dim / 16 lanes of a row. Both
-loads are 16 bytes and coalesced, and the butterflies of distance 1, 2, 4 and head_dim / 2 stay inside a thread; the
-others are shuffles among the lanes of the row.
+`RowKernel` (Q and K): one CTA for 128 rows of one head, 2 * head_dim threads, 16 elements of four rows a
+thread: the eight at 8 t and the eight at head_dim / 2 + 8 t of its rows, t its place among the head_dim / 16
+lanes of a row. Both loads are 16 bytes and coalesced, and the butterflies of distance 1, 2, 4 and
+head_dim / 2 stay inside a thread; the others are shuffles among the lanes of the row.
 
-`ValueKernel`: one CTA for 256 keys of one head, 4 * head_dim (at most 512) threads; a thread takes units of four keys (one word of
-the permuted order) by eight dims, so that the transpose through shared memory writes whole words.
+`ValueKernel`: one CTA for 256 keys of one head, 4 * head_dim (at most 512) threads; a thread takes units of
+four keys (one word of the permuted order) by eight dims, so that the transpose through shared memory writes
+whole words.
 
-Why the permutation: the FP32 accumulator of S gives lane q = l % 4 the columns 8 j + 2 q, + 1; the 8-bit A operand
-of P V wants four neighbouring keys 4 q .. 4 q + 3 in the same register. Softmax over keys does not care for their
-order, so V's keys are stored in the order in which the accumulator holds P: position p of a group of 16 holds key
-PI[p] = 8 ((p % 4) / 2) + 2 (p / 4) + p % 2.
+Why the permutation: the FP32 accumulator of S gives lane q = l % 4 the columns 8 j + 2 q, + 1; the 8-bit A
+operand of P V wants four neighbouring keys 4 q .. 4 q + 3 in the same register. Softmax over keys does not
+care for their order, so V's keys are stored in the order in which the accumulator holds P: position p of a
+group of 16 holds key PI[p] = 8 ((p % 4) / 2) + 2 (p / 4) + p % 2.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import math
 import cutlass
 import cutlass.cute as cute
 import numpy as np
-from cutlass import Float32, Int8, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ..config import K_SCALE_GROUP, V_SCALE_GROUP, QuantizeConfig
@@ -60,7 +61,7 @@ def abs_max(a: Float32, b: Float32) -> Float32:
 
 @cute.jit
 def abs_max_pair(a: Uint32, b: Uint32) -> Uint32:
-    """max(a, |b|) of two packed bf16 or fp16 pairs, a without signs: as integers, where NaN is above infinity."""
+    """max(a, |b|) of two packed bf16 or fp16 pairs, a without signs: as integers, NaN is above infinity."""
     return cute.arch.inline_ptx(
         "max.u16x2 {$w0}, {$r0}, {$r1};",
         write_only_types=[Uint32],
@@ -70,6 +71,7 @@ def abs_max_pair(a: Uint32, b: Uint32) -> Uint32:
 
 @cute.jit
 def magnitude(a: Float32) -> Float32:
+    """|a|, also of a NaN."""
     return (a.bitcast(Int32) & Int32(0x7FFFFFFF)).bitcast(Float32)
 
 
@@ -97,13 +99,13 @@ def int8_word(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
 
 @cute.jit
 def vector(t: cute.Tensor, n: cutlass.Constexpr) -> cute.Tensor:
-    """The first n elements of `t`, which the caller knows to be aligned to their total size (at most 16 bytes)."""
+    """The first n elements of `t`, known to be aligned to their total size (at most 16 bytes)."""
     return cute.make_tensor(t.iterator.align(n * t.element_type.width // 8), cute.make_layout(n))
 
 
 @cute.jit
 def block_max(value: Float32, scratch: cute.Tensor, slot: Int32, warps: cutlass.Constexpr) -> Float32:
-    """abs_max over the CTA; every thread gets it. `scratch` is (slots, warps); ends with a CTA barrier passed."""
+    """abs_max over the CTA, for every thread. `scratch` is (slots, warps); ends with a CTA barrier passed."""
     for step in cutlass.range_constexpr(5):
         value = abs_max(value, cute.arch.shuffle_sync_bfly(value, offset=1 << step))
     tid, _, _ = cute.arch.thread_idx()
@@ -344,7 +346,8 @@ class RowKernel:
                 self.store16(x[None, p], factors[p], m_codes[batch, row, head, None], place)
                 if place == 0:
                     if const_expr(self.keys):
-                        if row % K_SCALE_GROUP == 0:  # the first row of a group of keys is never past the end alone
+                        # The first row of a group of keys is never past the end alone.
+                        if row % K_SCALE_GROUP == 0:
                             m_scale[batch, head, row // K_SCALE_GROUP] = scales[p]
                     else:
                         m_scale[batch, head, row] = scales[p]
@@ -387,8 +390,8 @@ class ValueKernel:
         warps = self.threads // 32
         smem = SmemAllocator()
         scratch = smem.allocate_tensor(Float32, cute.make_layout((1, warps)), 16)
-        # (head_dim, 64 words of four keys); word w of row c is stored at w ^ 4 (c / 8 % 8), so that the writes of a
-        # warp spread over the banks while 16-byte reads stay whole
+        # (head_dim, 64 words of four keys); word w of row c is stored at w ^ 4 (c / 8 % 8), so that the
+        # writes of a warp spread over the banks while 16-byte reads stay whole
         tile = smem.allocate_tensor(Uint32, cute.make_layout((self.d, 64), stride=(64, 1)), 16)
         raw = cute.make_rmem_tensor((8, 4, self.units), self.in_type)
         for u in cutlass.range_constexpr(self.units):
@@ -400,7 +403,9 @@ class ValueKernel:
                 mine = raw[None, j, u]
                 mine.fill(self.in_type(0.0))
                 if key < seqlen:
-                    cute.autovec_copy(vector(cute.domain_offset((8 * chunk,), m_v[batch, key, head, None]), 8), mine)
+                    cute.autovec_copy(
+                        vector(cute.domain_offset((8 * chunk,), m_v[batch, key, head, None]), 8), mine
+                    )
         factor = Float32(1.0)
         scale = Float32(1.0)
         if const_expr(self.convert):
@@ -436,7 +441,8 @@ class ValueKernel:
                 tile[8 * chunk + e, word ^ (4 * (chunk % 8))] = cute.recast_tensor(codes, Uint32)[0]
         cute.arch.sync_threads()  # all threads: the transposed tile is complete
         padded = m_vt.shape[3]
-        for t in cutlass.range_constexpr(self.d * 16 // self.threads):  # 16-byte pieces, 16 in a row of the tile
+        # 16-byte pieces, 16 in a row of the tile
+        for t in cutlass.range_constexpr(self.d * 16 // self.threads):
             piece = t * self.threads + tid
             row = piece // 16
             column = piece % 16

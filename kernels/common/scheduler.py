@@ -12,8 +12,8 @@ def tile_coord(work: Int32, m_blocks: Int32, heads_q: Int32, causal: cutlass.Con
     """Linear CTA index -> (m_block, head, batch).
 
     One grid dimension serves any batch and head count (y and z stop at 65535). Query blocks of a head are
-    neighbours, so its K and V stay in L2 while they are needed; heads of a GQA group follow one another. With a
-    causal mask the longest block of each head comes first and the short ones fill the end of the wave.
+    neighbours, so its K and V stay in L2 while they are needed; heads of a GQA group follow one another. With
+    a causal mask the longest block of each head comes first and the short ones fill the end of the wave.
     """
     head_index = work // m_blocks
     m_block = work - head_index * m_blocks
@@ -35,8 +35,8 @@ def key_blocks(
 ):
     """(blocks to visit, blocks of them that need a mask), the masked ones being those of the highest keys.
 
-    At least one block is visited, so that a query tile that sees no key still runs the loop once, fully masked,
-    and ends with an empty sum.
+    At least one block is visited, so that a query tile that sees no key still runs the loop once, fully
+    masked, and ends with an empty sum.
     """
     if cutlass.const_expr(causal):
         shift = seqlen_k - seqlen_q  # bottom-right: query i sees keys j <= i + shift

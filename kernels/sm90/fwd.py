@@ -31,22 +31,24 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pl
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.cute.nvgpu import warpgroup as wg
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from ..common.mask import first_hidden_key
+from ..common.mask import ROW_STEP, first_hidden_key
 from ..common.scheduler import key_blocks, tile_coord
 from ..config import SUM_ROWS, FwdConfig
 from .mainloop import Barrier, Mainloop
-from .policy_fp8 import F8, Fp8Policy, rows
+from .policy_fp8 import F8, Fp8Policy
 
 
 def _swizzled(dtype, contiguous: int):
     """Swizzle atom of a K-major tile whose contiguous extent is `contiguous` elements."""
-    return wg.make_smem_layout_atom(hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, contiguous), dtype)
+    return wg.make_smem_layout_atom(
+        hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, contiguous), dtype
+    )
 
 
 class FwdSm90:
@@ -79,18 +81,26 @@ class FwdSm90:
     ):
         cfg = self.cfg
         tile_m, tile_n, d = cfg.tile_m, cfg.tile_n, cfg.head_dim
-        rows_first = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, [1, 3, 2, 0]))  # (s, d, h, b)
+        rows_first = lambda t: cute.make_tensor(
+            t.iterator, cute.select(t.layout, [1, 3, 2, 0])
+        )  # (s, d, h, b)
         q, k, o = rows_first(q), rows_first(k), rows_first(o)
         vt = cute.make_tensor(vt.iterator, cute.select(vt.layout, [2, 3, 1, 0]))  # (d, s, h, b)
         scales_first = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, [2, 1, 0]))  # (s, h, b)
-        q_scale, k_scale, v_scale, lse_add, lse = [scales_first(t) for t in (q_scale, k_scale, v_scale, lse_add, lse)]
+        q_scale, k_scale, v_scale, lse_add, lse = [
+            scales_first(t) for t in (q_scale, k_scale, v_scale, lse_add, lse)
+        ]
 
         qk_type = self.policy.qk_type
         layout_q = cute.tile_to_shape(_swizzled(qk_type, d), (tile_m, d), order=(0, 1))
         layout_k = cute.tile_to_shape(_swizzled(qk_type, d), (tile_n, d, cfg.kv_stages), order=(0, 1, 2))
-        layout_v = cute.tile_to_shape(_swizzled(F8, tile_n), (d + SUM_ROWS, tile_n, cfg.kv_stages), order=(0, 1, 2))
+        layout_v = cute.tile_to_shape(
+            _swizzled(F8, tile_n), (d + SUM_ROWS, tile_n, cfg.kv_stages), order=(0, 1, 2)
+        )
         layout_v_box = cute.tile_to_shape(_swizzled(F8, tile_n), (d, cfg.v_box), order=(0, 1))
-        layout_o = cute.tile_to_shape(_swizzled(self.out_type, d), (64, d, cfg.consumer_warpgroups), order=(0, 1, 2))
+        layout_o = cute.tile_to_shape(
+            _swizzled(self.out_type, d), (64, d, cfg.consumer_warpgroups), order=(0, 1, 2)
+        )
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma_q = cpasync.make_tiled_tma_atom(load, q, layout_q, (tile_m, d))
         tma_k = cpasync.make_tiled_tma_atom(load, k, cute.select(layout_k, [0, 1]), (tile_n, d))
@@ -209,7 +219,13 @@ class FwdSm90:
                 tk_s, tk_g = cpasync.tma_partition(atom_k, 0, whole, pair(s_k), pair(g_k))
                 tv_s, tv_g = cpasync.tma_partition(atom_v, 0, whole, pair(boxes), pair(g_v))
                 self.mainloop.produce(
-                    (atom_q, tq_g, tq_s), (atom_k, tk_g, tk_s), (atom_v, tv_g, tv_s), pipe_q, pipe_k, pipe_v, blocks
+                    (atom_q, tq_g, tq_s),
+                    (atom_k, tk_g, tk_s),
+                    (atom_v, tv_g, tv_s),
+                    pipe_q,
+                    pipe_k,
+                    pipe_v,
+                    blocks,
                 )
         else:
             cute.arch.setmaxregister_increase(cfg.consumer_regs)
@@ -225,19 +241,21 @@ class FwdSm90:
             row0 = m_block * tile_m + warp_idx * 16 + lane // 4  # this thread's rows: row0 and row0 + 8
             g_q_scale = m_q_scale[None, head, batch]
             q_scale = cute.make_rmem_tensor(2, Float32)
-            first_hidden = cute.make_rmem_tensor(2, Int32)
+            limits = (
+                row0 + 1 + seqlen_k - seqlen_q,
+                seqlen_k,
+            )  # causal is bottom-right; see first_hidden_key
             for r in cutlass.range_constexpr(2):
-                row = row0 + 8 * r
+                row = row0 + ROW_STEP * r
                 scale = g_q_scale[cutlass.min(row, seqlen_q - 1)] * softmax_scale_log2
                 q_scale[r] = scale * Float32(policy.score_unit)
-                first_hidden[r] = first_hidden_key(row, seqlen_q, seqlen_k, cfg.causal)
             state = policy.new_state()
             out = policy.new_output(tid)
             v_scale = self.mainloop.consume(
                 warpgroup,
                 frags,
                 (q_scale, m_k_scale[None, head_k, batch], m_v_scale[None, head_k, batch]),
-                (state, first_hidden),
+                (state, limits),
                 out,
                 pipe_q,
                 pipe_k,
@@ -246,7 +264,7 @@ class FwdSm90:
                 masked_blocks,
             )
             self.epilogue(
-                out, state[0], first_hidden, v_scale, softmax_scale, row0, warpgroup, warp_idx, tid,
+                out, state[0], limits, v_scale, softmax_scale, row0, warpgroup, warp_idx, tid,
                 s_o, atom_o, m_o[None, None, head, batch], m_block,
                 m_lse[None, head, batch], m_lse_add[None, head, batch],
             )  # fmt: skip
@@ -280,22 +298,36 @@ class FwdSm90:
 
     @cute.jit
     def epilogue(
-        self, out, reference: cute.Tensor, first_hidden: cute.Tensor, v_scale: Float32, softmax_scale: Float32, row0: Int32, warpgroup: Int32,
-        warp_idx: Int32, tid: Int32, s_o: cute.Tensor, atom_o: cute.CopyAtom, g_o: cute.Tensor, m_block: Int32,
-        g_lse: cute.Tensor, g_lse_add: cute.Tensor,
-    ):  # fmt: skip
+        self,
+        out,
+        reference: cute.Tensor,
+        limits,
+        v_scale: Float32,
+        softmax_scale: Float32,
+        row0: Int32,
+        warpgroup: Int32,
+        warp_idx: Int32,
+        tid: Int32,
+        s_o: cute.Tensor,
+        atom_o: cute.CopyAtom,
+        g_o: cute.Tensor,
+        m_block: Int32,
+        g_lse: cute.Tensor,
+        g_lse_add: cute.Tensor,
+    ):
         """Normalise, write lse, and send O registers -> shared memory -> TMA store, each warpgroup its 64 rows.
 
         TMA drops rows past seqlen_q. g_o is (seqlen_q, head_dim), g_lse and g_lse_add (seqlen_q,).
         """
         cfg, policy = self.cfg, self.policy
         lse = cute.make_rmem_tensor(2, Float32)
-        policy.finish(out, reference, first_hidden, lse, v_scale)
+        policy.finish(out, reference, limits, lse, v_scale)
         if cute.arch.lane_idx() % 4 == 0:  # the four lanes of a row hold the same value
             for r in cutlass.range_constexpr(2):
-                row = row0 + 8 * r
+                row = row0 + ROW_STEP * r
                 if row < g_lse.shape[0]:
-                    g_lse[row] = lse[r] + softmax_scale * g_lse_add[row]
+                    shifted = lse[r] + softmax_scale * g_lse_add[row]  # may be NaN; a row without keys is not
+                    g_lse[row] = shifted if first_hidden_key(limits, r, cfg.causal) > 0 else lse[r]
         # all consumers: none reads the K ring any more, where O goes
         pl.NamedBarrier(
             barrier_id=Barrier.EPILOGUE, num_threads=128 * cfg.consumer_warpgroups
@@ -316,9 +348,13 @@ class FwdSm90:
             target = cute.local_tile(s_o[None, None, warpgroup], (64, part), (0, i))
             cute.copy(copy_atom, tiled_copy.retile(narrow), tiled_copy.partition_D(target))
         cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads through the async proxy
-        cute.arch.barrier(barrier_id=Barrier.STORE + warpgroup, number_of_threads=128)  # the warpgroup has staged
+        cute.arch.barrier(
+            barrier_id=Barrier.STORE + warpgroup, number_of_threads=128
+        )  # the warpgroup has staged
         if warp_idx % 4 == 0:
-            g_tile = cute.local_tile(g_o, (64, cfg.head_dim), (m_block * cfg.consumer_warpgroups + warpgroup, 0))
+            g_tile = cute.local_tile(
+                g_o, (64, cfg.head_dim), (m_block * cfg.consumer_warpgroups + warpgroup, 0)
+            )
             t_s, t_g = cpasync.tma_partition(
                 atom_o, 0, cute.make_layout(1), cute.group_modes(s_o[None, None, warpgroup], 0, 2),
                 cute.group_modes(g_tile, 0, 2),

@@ -18,9 +18,13 @@ Steady state of one consumer warpgroup, key tiles n = last .. 0:
 Overlap keeps a block of two products queued behind one another, long enough for the other warpgroup's softmax; it
 needs S, T, O and P in registers at once. Serial needs S or T, so a tile can be twice as wide.
 
-With ping-pong a warpgroup issues its products only in its turn, so that the softmax of one warpgroup runs under the
-products of the other; without it the hardware interleaves them as it likes, which is as good where one tile's
-products are long.
+With ping-pong the warpgroups take turns at the tensor core: a turn is P V of a tile and the issue of the next Q K^T, so
+that the softmax of one warpgroup runs under the products of the other. A turn ends
+
+    serial    when Q K^T of the next tile has been issued (it goes on under the other's P V)
+    overlap   when P V is complete (Q K^T, queued behind it, goes on)
+
+Without ping-pong the hardware interleaves the products of the warpgroups as it likes.
 """
 
 from __future__ import annotations
@@ -73,7 +77,9 @@ class Mainloop:
         for j in cutlass.range(blocks, unroll=1):
             n = blocks - 1 - j
             pipe_k.producer_acquire(state)  # waits until all consumer warps have released this stage's K
-            cute.copy(atom_k, gk[None, n], sk[None, state.index], tma_bar_ptr=pipe_k.producer_get_barrier(state))
+            cute.copy(
+                atom_k, gk[None, n], sk[None, state.index], tma_bar_ptr=pipe_k.producer_get_barrier(state)
+            )
             pipe_v.producer_acquire(state)  # likewise its V
             for c in cutlass.range_constexpr(boxes):
                 cute.copy(
@@ -125,9 +131,10 @@ class Mainloop:
         return k_scale, v_scales[(n * self.cfg.tile_n) >> (V_SCALE_GROUP.bit_length() - 1)]
 
     @cute.jit
-    def masked(self, masking: cutlass.Constexpr, acc: cute.Tensor, n: Int32, first_hidden: cute.Tensor):
+    def masked(self, masking: cutlass.Constexpr, acc: cute.Tensor, n: Int32, limits):
         if const_expr(masking):
-            mask_scores(rows(acc), first_hidden, n * self.cfg.tile_n + cute.arch.lane_idx() % 4 * 2)
+            column0 = n * self.cfg.tile_n + cute.arch.lane_idx() % 4 * 2
+            mask_scores(rows(acc), limits, column0, self.cfg.causal)
 
     @cute.jit
     def serial_step(
@@ -150,23 +157,23 @@ class Mainloop:
         policy = self.policy
         q_frag, k_frag, v_frags = frags
         q_scale, k_scales, v_scales = scales
-        state, first_hidden = softmax_state
+        state, limits = softmax_state
         k_scale, v_scale = self.tile_scales(masking, n, k_scales, v_scales)  # the loads land under Q K^T
         acc = policy.new_scores()
         pairs = policy.new_pairs()
         pipe_k.consumer_wait(state_k)  # TMA has filled K of this tile
-        self.take_turn(warpgroup)
         policy.scores(acc, q_frag, k_frag, state_k.index)
+        self.give_turn(warpgroup)  # taken before the P V of the tile before, or before the loop
         wg.wait_group(0)
-        self.give_turn(warpgroup)
         pipe_k.consumer_release(state_k)
         state_k.advance()
         s = policy.as_float(acc)
-        self.masked(masking, s, n, first_hidden)
+        self.masked(masking, s, n, limits)
         policy.softmax(s, pairs, state, q_scale, k_scale)
         policy.pack(s, pairs, p)
         ratio = v_prev * cute.arch.rcp_approx(v_scale)
         pipe_v.consumer_wait(state_v)  # TMA has filled V of this tile
+        self.take_turn(warpgroup)  # kept over the folds until the next Q K^T is issued
         for part in cutlass.range_constexpr(self.cfg.pv_splits):
             tile = policy.product(part, p, v_frags[part], state_v.index)
             wg.wait_group(0)
@@ -201,14 +208,14 @@ class Mainloop:
         policy = self.policy
         q_frag, k_frag, v_frags = frags
         q_scale, k_scales, v_scales = scales
-        state, first_hidden = softmax_state
+        state, limits = softmax_state
         k_scale, v_scale = self.tile_scales(masking, n, k_scales, v_scales)  # the loads land under Q K^T
         pairs = policy.new_pairs()
         wg.wait_group(0)  # S of tile n
         pipe_k.consumer_release(state_k)
         state_k.advance()
         s = policy.as_float(acc)
-        self.masked(masking, s, n, first_hidden)
+        self.masked(masking, s, n, limits)
         policy.softmax(s, pairs, state, q_scale, k_scale)
         policy.pack(s, pairs, p)
         ratio = v_prev * cute.arch.rcp_approx(v_scale)
@@ -218,8 +225,8 @@ class Mainloop:
         if const_expr(not last):
             pipe_k.consumer_wait(state_k)  # TMA has filled K of the next tile
             policy.scores(acc, q_frag, k_frag, state_k.index)
-        self.give_turn(warpgroup)
         wg.wait_group(0 if const_expr(last) else 1)  # P V of tile n; Q K^T of the next goes on
+        self.give_turn(warpgroup)
         pipe_v.consumer_release(state_v)
         state_v.advance()
         policy.fold(0, out[0], tile, state[1], ratio)
@@ -242,7 +249,7 @@ class Mainloop:
         """All key tiles of the work tile, from the highest keys down. Returns the V scale O is in units of.
 
         frags (Q, K, V parts), scales (q_scale (2,), k_scale (groups,), v_scale (groups,)), softmax_state
-        (the policy's state, first_hidden (2,)), out: FP32 accumulators, updated in place.
+        (the policy's state, limits of the mask), out: FP32 accumulators, updated in place.
         """
         cfg, policy = self.cfg, self.policy
         state_k = pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.kv_stages)
@@ -275,6 +282,7 @@ class Mainloop:
                 pipe_k, pipe_v, state_k, state_v,
             )  # fmt: skip
         else:
+            self.take_turn(warpgroup)  # for the first Q K^T
             for j in cutlass.range(masked_blocks, unroll=1):
                 v_prev, state_k, state_v = self.serial_step(
                     True, blocks - 1 - j, warpgroup, frags, scales, softmax_state, out, p, v_prev,
@@ -285,6 +293,7 @@ class Mainloop:
                     False, blocks - 1 - j, warpgroup, frags, scales, softmax_state, out, p, v_prev,
                     pipe_k, pipe_v, state_k, state_v,
                 )  # fmt: skip
+            self.give_turn(warpgroup)  # taken before the last P V
         if const_expr(cfg.pingpong):
             if warpgroup == 0:
                 self.take_turn(Int32(0))  # absorbs the last arrival: the barrier ends as it began

@@ -35,10 +35,11 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int8, Int32, Uint32, const_expr
+from cutlass import Float32, Int8, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wg
 
+from ..common.mask import first_hidden_key
 from ..config import K_SCALE_GROUP, SUM_ROWS, FwdConfig
 
 F8 = cutlass.Float8E4M3FN
@@ -53,13 +54,15 @@ ROUND_LIMIT = 4194304.0  # 2^22: beyond it adding and subtracting 1.5 * 2^23 no 
 # P is held times 2^lift, which the row sum cancels. e4m3 ends at 2^8.8 and has no normal numbers below 2^-6: a high
 # lift keeps small P, a low one lets the reference lag the row maximum. By code the lag may be 1.8 octaves.
 LIFT = {"code": 7.0, "ex2": 8.0, "cast": 0.0}
-CODE_UNIT = 2.0**-24  # one code, in the scaled numbers that `softmax_code` computes: a subnormal half's last bit
+# one code, in the scaled numbers that `softmax_code` computes: a subnormal half's last bit
+CODE_UNIT = 2.0**-24
 # 55.65625 = 56 - 0.34375 centres the rounding of the bent fraction; as a multiple of 2^-5 it is exact beside 8 m
 CODE_BIAS = 8.0 * LIFT["code"] + 55.65625
 CODE_MAX = 126.5  # what rounds to 126 = 448; 127 is e4m3's NaN
 # log of the mean of (rounded P) / P over a period of the code map; lse subtracts it (cute_attn.emulator derives it)
 CODE_LSE_BIAS = 0.009782217324
-UNSET_SHIFT = (CODE_BIAS + 2.0**-10) * CODE_UNIT  # no integral reference gives it, and scores with it are good
+# the shift of a row without a reference: no integral one gives it, and scores computed with it are good
+UNSET_SHIFT = (CODE_BIAS + 2.0**-10) * CODE_UNIT
 GUARD_SET = 0x7F817F81  # added to a pair of codes, carries into a half's top bit iff its code is above 126
 GUARD_UNSET = -0x7FFF8000  # 0x80008000: always
 GUARD_BITS = -0x7FFF8000
@@ -77,11 +80,14 @@ def code_pair(a: Float32, b: Float32) -> Uint32:
 @cute.jit
 def product_rn(a: Float32, b: Float32) -> Float32:
     """a * b rounded by itself, where contraction into an FMA would be wrong."""
-    return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+    return cute.arch.inline_ptx(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
 
 
 @cute.jit
 def max_pair(a: Uint32, b: Uint32) -> Uint32:
+    """Maximum of each half; ptxas joins two of them into one instruction."""
     return cute.arch.inline_ptx(
         "max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]
     )
@@ -116,7 +122,8 @@ class Fp8Policy:
         # rows of V^T that each partial product takes; the last one has the rows of ones and zeros
         part = cfg.head_dim // cfg.pv_splits
         self.pv_rows = [part] * (cfg.pv_splits - 1) + [part + SUM_ROWS]
-        self.sum_column = part // 8 * 2  # index, in `rows` of the last part, of the row sum (lanes l % 4 == 0)
+        # index, in `rows` of the last part, of the row sum (lanes l % 4 == 0)
+        self.sum_column = part // 8 * 2
 
     # -- operands ---------------------------------------------------------------------------------------------
 
@@ -213,7 +220,9 @@ class Fp8Policy:
         wg.commit_group()
 
     @cute.jit
-    def product(self, part: cutlass.Constexpr, p: cute.Tensor, v_frag: cute.Tensor, stage: Int32) -> cute.Tensor:
+    def product(
+        self, part: cutlass.Constexpr, p: cute.Tensor, v_frag: cute.Tensor, stage: Int32
+    ) -> cute.Tensor:
         """Issue T = P V of one part for the tile in `stage`, into a fresh accumulator (not waited for)."""
         n = self.pv_rows[part]
         mma = self.pv_mma(n)
@@ -278,7 +287,9 @@ class Fp8Policy:
         return rounded if cute.arch.fmax(x, -x) < Float32(ROUND_LIMIT) else x
 
     @cute.jit
-    def softmax_code(self, acc: cute.Tensor, pairs: cute.Tensor, state, q_scale: cute.Tensor, k_scale: cute.Tensor):
+    def softmax_code(
+        self, acc: cute.Tensor, pairs: cute.Tensor, state, q_scale: cute.Tensor, k_scale: cute.Tensor
+    ):
         """Scores -> codes of P, two in a register; moves a row's reference only where it must.
 
         acc      scores of the tile, masked ones -inf (int8: every one carries INT8_OFFSET); overwritten
@@ -348,7 +359,7 @@ class Fp8Policy:
                 shift[r] = old - fall
             # relative to the largest, whose own place must not depend on how huge it is
             anchor = top if seen else Float32(0.0)
-            huge = cute.arch.fmax(octaves, -octaves) >= Float32(ROUND_LIMIT / 8.0)
+            huge = cute.arch.fmax(octaves, -octaves) >= Float32(ROUND_LIMIT)
             place = Float32(CODE_BIAS * CODE_UNIT) if huge else anchor - fall
             for i in cutlass.range_constexpr(first, first + columns):
                 s[r, i] = (s[r, i] - anchor) + place
@@ -360,7 +371,9 @@ class Fp8Policy:
         self.pack_columns(first, s, pairs)
 
     @cute.jit
-    def softmax(self, acc: cute.Tensor, pairs: cute.Tensor, state, q_scale: cute.Tensor, k_scale: cute.Tensor):
+    def softmax(
+        self, acc: cute.Tensor, pairs: cute.Tensor, state, q_scale: cute.Tensor, k_scale: cute.Tensor
+    ):
         """The configured softmax of one tile; `pack` then makes the A operand of P V from its result."""
         if const_expr(self.code):
             self.softmax_code(acc, pairs, state, q_scale, k_scale)
@@ -382,7 +395,14 @@ class Fp8Policy:
             p.store(cute.make_tensor(acc.iterator, layout).load().to(F8))
 
     @cute.jit
-    def fold(self, part: cutlass.Constexpr, out: cute.Tensor, tile: cute.Tensor, rescale: cute.Tensor, v_ratio: Float32):
+    def fold(
+        self,
+        part: cutlass.Constexpr,
+        out: cute.Tensor,
+        tile: cute.Tensor,
+        rescale: cute.Tensor,
+        v_ratio: Float32,
+    ):
         """O <- O * rescale * v_ratio + T, the row sum without v_ratio: O is kept in units of this tile's V scale."""
         o, t = rows(out), rows(tile)
         last = part == len(self.pv_rows) - 1
@@ -397,9 +417,7 @@ class Fp8Policy:
     # -- finish -----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def finish(
-        self, out: list, reference: cute.Tensor, first_hidden: cute.Tensor, lse: cute.Tensor, v_scale: Float32
-    ):
+    def finish(self, out: list, reference: cute.Tensor, limits, lse: cute.Tensor, v_scale: Float32):
         """Divide by the row sum, apply the last V scale; lse (2,) in natural log.
 
         A row without keys gives 0 and -inf. One with keys whose sum is 0 has left float32's range: NaN, not 0.
@@ -408,7 +426,7 @@ class Fp8Policy:
         for r in cutlass.range_constexpr(2):
             total = last[r, self.sum_column]  # held by lanes with lane % 4 == 0
             total = cute.arch.shuffle_sync(total, offset=cute.arch.lane_idx() // 4 * 4)
-            empty = first_hidden[r] <= 0
+            empty = first_hidden_key(limits, r, self.cfg.causal) <= 0
             inverse = v_scale * cute.arch.rcp_approx(total)  # 0 * inf below: NaN
             ref = reference[r]
             if const_expr(self.code):

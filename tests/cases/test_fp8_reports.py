@@ -31,7 +31,7 @@ LOGIT_RECIPES = [
 ROUNDS_CONSTANTS = ("paper", "int8_rotated")
 
 # Largest error of lse that rounding a single P leaves, in natural log: half a step of its e4m3 code.
-P_STEP = {"ex2": math.log(1 + 2.0**-4), "code": 0.086}
+P_STEP = {"ex2": math.log(1 + 2.0**-4), "cast": math.log(1 + 2.0**-4), "code": 0.086}
 
 
 @pytest.fixture(params=["emulator", pytest.param("sm90", marks=pytest.mark.gpu)])
@@ -66,7 +66,8 @@ def test_very_negative_logits(where: dict[str, Any], recipe: Fp8Recipe, keys: in
     k = torch.full((1, keys, 32, 128), -64.0, dtype=BF16)
     v = torch.ones(1, keys, 32, 128, dtype=BF16)
     out, lse = attend(where, q, k, v, recipe=recipe)
-    assert bool((out == 1.0).all())
+    # The tensor core cuts off what its 8-bit accumulator has no room for, at most one bf16 step here.
+    assert (out - 1.0).abs().max() <= (2.0**-8 if where["backend"] == "sm90" else 0.0)
     if recipe.name in ROUNDS_CONSTANTS:
         expected = of_codes(q, k, v, recipe)
     else:
@@ -138,7 +139,9 @@ def test_zero_blocks(where: dict[str, Any], recipe: str | Fp8Recipe, zero: str) 
     else:
         # All keys weigh the same, exactly: the mean of the rounded V, rounded once to bf16.
         mean = codes.dequantize()[2].mean(dim=1, keepdim=True).repeat_interleave(4, dim=2)
-        torch.testing.assert_close(out.double(), mean.expand_as(out), rtol=2.0**-8, atol=1e-6)
+        # The tensor core cuts small products 13 bits below the largest sum or product beside them.
+        atol = 1e-4 if where["backend"] == "sm90" else 1e-6
+        torch.testing.assert_close(out.double(), mean.expand_as(out), rtol=2.0**-8, atol=atol)
         bound = P_STEP["code"] if zero == "Q" else 2 * P_STEP["code"]
         assert (lse - math.log(300)).abs().max() <= bound
 

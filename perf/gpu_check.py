@@ -1,0 +1,208 @@
+"""The GPU tests and compute-sanitizer, in one bounded run on a Hopper GPU.
+
+    python perf/gpu_check.py FOLDER       everything; logs, the JUnit report and a summary go to FOLDER
+    python perf/gpu_check.py --small      the small launches that the sanitizers watch, once
+
+The tests come first: they compile the kernels into the disk cache, so that the sanitizers' processes only
+load them. Each child has a time limit and is killed with all its own children when it passes it: no hung
+kernel can hold the machine for longer than `LIMITS` says. Exit status 1 if anything failed or did not finish.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMITS = {"pytest": 120, "sanitizer": 40}  # seconds; the two sanitizers run side by side
+TOOLS = ("memcheck", "racecheck")
+FIRST_TESTS = ROOT / "tests" / "test_kernels_gpu.py"  # its session fixture compiles what all files need
+SMALL = (1, 200, 333, 2, 1)  # batch, seqlen_q, seqlen_k, heads_q, heads_k
+
+
+def small() -> None:
+    """Launch three forward kernels, a quantiser and the transpose of V on small tensors, and check them."""
+    import torch
+
+    from cute_attn.compile import compile_kernel
+    from cute_attn.launch import launch_forward, launch_quantize, launch_transpose_v
+    from cute_attn.plan import forward_config, quantize_config, transpose_config
+    from cute_attn.quantize import PRESETS, QuantizedQKV, permute_v, quantize_reference
+    from cute_attn.reference import attention
+
+    def on_gpu(qkv: QuantizedQKV) -> QuantizedQKV:
+        parts = {field.name: getattr(qkv, field.name) for field in fields(qkv)}
+        return replace(qkv, **{k: x.cuda() for k, x in parts.items() if isinstance(x, torch.Tensor)})
+
+    forwards = [
+        forward_config(64, "e4m3", False, "code", "bf16"),
+        forward_config(128, "int8", True, "code", "bf16"),
+        forward_config(256, "int8", False, "code", "bf16"),
+    ]
+    recipe = PRESETS["accurate"]
+    quantiser, transpose = quantize_config(recipe, 64, "bf16"), transpose_config(64)
+    for config in (*forwards, quantiser, transpose):
+        compile_kernel(config)
+
+    torch.manual_seed(0)
+    batch, seqlen_q, seqlen_k, heads_q, heads_k = SMALL
+
+    def inputs(head_dim: int) -> list[torch.Tensor]:
+        shapes = ((seqlen_q, heads_q), (seqlen_k, heads_k), (seqlen_k, heads_k))
+        return [torch.randn(batch, s, h, head_dim).bfloat16() for s, h in shapes]
+
+    # All but the launches under test stays on the CPU: a sanitizer makes every other kernel slow as well.
+    for config in forwards:
+        codes = quantize_reference(
+            *inputs(config.head_dim), PRESETS["fp8"] if config.qk_dtype == "e4m3" else recipe
+        )
+        out, lse = launch_forward(
+            on_gpu(codes),
+            config,
+            causal=config.causal,
+            softmax_scale=config.head_dim**-0.5,
+            out_dtype=torch.bfloat16,
+        )
+        exact, _ = attention(*codes.dequantize(), causal=config.causal)
+        error = ((out.cpu() - exact).pow(2).mean() / exact.pow(2).mean()).sqrt().item()
+        print(f"{config.name}: relative error {error:.2e}", flush=True)
+        assert error < 0.04 and bool(lse.cpu().isfinite().all())
+    q, k, v = inputs(64)
+    expected = quantize_reference(q, k, v, recipe)
+    got = launch_quantize(q.cuda(), k.cuda(), v.cuda(), recipe, quantiser)
+    # The mean key is summed in another order on the GPU, so only what does not depend on it is compared.
+    assert torch.equal(got.q.cpu(), expected.q)
+    assert torch.equal(got.vt.cpu().view(torch.uint8), expected.vt.view(torch.uint8))
+    print(f"{quantiser.name}: codes of q and v are equal", flush=True)
+    v8 = v.to(torch.float8_e4m3fn)
+    got_vt = launch_transpose_v(v8.cuda(), transpose).cpu()
+    assert torch.equal(got_vt.view(torch.uint8), permute_v(v8).view(torch.uint8))
+    print(f"{transpose.name}: equal", flush=True)
+
+
+@dataclass
+class Child:
+    """A process group with a time limit, whose output goes to a log."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    start: float
+    limit: float
+
+    def wait(self) -> str:
+        """Wait until it ends or its time is up; returns what became of it."""
+        try:
+            status = self.process.wait(max(self.start + self.limit - time.monotonic(), 0.1))
+            result = "passed" if status == 0 else f"failed with status {status}"
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            result = f"killed after {self.limit:.0f} s"
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                result += ", still there"
+        self.log.close()
+        return f"{self.name}: {result}, {time.monotonic() - self.start:.1f} s"
+
+
+def start(name: str, command: list[str], folder: Path, limit: float) -> Child:
+    """Start `command` in the root of the repository, as a process group of its own."""
+    log = (folder / f"{name}.log").open("wb")
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    return Child(name, process, log, time.monotonic(), limit)
+
+
+def summary_of(log: Path) -> list[str]:
+    """The lines of a log that say how it ended."""
+    wanted = re.compile(
+        r"^=+ .*\b(passed|failed|error|skipped)\b|^FAILED|^ERROR|(ERROR|RACECHECK) SUMMARY|not supported"
+    )
+    lines = [line for line in log.read_text(errors="replace").splitlines() if wanted.search(line)]
+    return lines[-40:]
+
+
+def main() -> int:
+    """Run all of it; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--small", action="store_true", help="only the small launches, in this process")
+    args = parser.parse_args()
+    if args.small:
+        small()
+        return 0
+    if args.folder is None:
+        parser.error("FOLDER or --small is needed")
+    folder = args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+
+    results = []
+    others = [path for path in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in path.read_text()]
+    paths = list(dict.fromkeys([FIRST_TESTS, *others]))
+    tests = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *map(str, paths), "--durations=25"]
+    tests += ["--tb=short", "--continue-on-collection-errors", f"--junitxml={folder / 'junit.xml'}"]
+    # As in pyproject.toml but for --strict-config: the machine may lack a plugin that a setting is for.
+    tests += ["-o", "addopts=-ra"]
+    result = start("pytest", tests, folder, LIMITS["pytest"]).wait()
+    if not re.search(
+        r"^=+ .*\b\d+ passed", (folder / "pytest.log").read_text(errors="replace"), re.MULTILINE
+    ):
+        result = result.replace(": passed", ": failed, no test ran to its end")  # all skipped: no GPU
+    results.append(result)
+
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if Path(sanitizer).exists():
+        checks = [
+            start(
+                tool,
+                [
+                    sanitizer,
+                    "--tool",
+                    tool,
+                    "--target-processes",
+                    "all",
+                    "--error-exitcode",
+                    "1",
+                    sys.executable,
+                    __file__,
+                    "--small",
+                ],
+                folder,
+                LIMITS["sanitizer"],
+            )
+            for tool in TOOLS
+        ]
+        results += [check.wait() for check in checks]
+    else:
+        results.append("compute-sanitizer: failed, it is not installed")
+
+    text = []
+    for result in results:
+        log = folder / f"{result.partition(':')[0]}.log"
+        text += [result, *(f"    {line}" for line in (summary_of(log) if log.exists() else []))]
+    (folder / "summary.txt").write_text("\n".join(text) + "\n")
+    print("\n".join(text), flush=True)
+    return 0 if all(": passed" in result for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

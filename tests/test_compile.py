@@ -1,0 +1,213 @@
+"""Every shipped kernel compiles for sm_90a, and its code keeps the limits. Needs no GPU.
+
+The compilations run once for all tests, in two processes: about three minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cute_attn import cache, plan
+from cute_attn import compile as compiler
+from cute_attn.compile import KernelFigures
+from cute_attn.kernels.config import REGISTERS_PER_SM, SMEM_LIMIT, FwdConfig, QuantizeConfig
+
+FORWARD, QUANTISE = plan.all_forward_configs(), plan.all_quantize_configs()
+
+Figures = Callable[[FwdConfig | QuantizeConfig], KernelFigures]
+
+
+@pytest.fixture(scope="session")
+def figures() -> Iterator[Figures]:
+    """`inspect` of a shipped configuration. The first request compiles all of them, in processes, as the DSL
+    aborts where two threads compile at once."""
+    jobs: dict[Any, concurrent.futures.Future[KernelFigures]] = {}
+    pool = concurrent.futures.ProcessPoolExecutor(
+        min(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")
+    )
+
+    def result(config: FwdConfig | QuantizeConfig) -> KernelFigures:
+        if not jobs:
+            jobs.update({each: pool.submit(compiler.inspect, each) for each in compiler.configurations()})
+        return jobs[config].result()
+
+    yield result
+    pool.shutdown(cancel_futures=True)
+
+
+def no_spills(found: KernelFigures) -> None:
+    assert (found.stack_bytes, found.spill_store_bytes, found.spill_load_bytes) == (0, 0, 0)
+    assert (found.counts["LDL"], found.counts["STL"]) == (0, 0)
+
+
+@pytest.mark.parametrize("config", FORWARD, ids=lambda config: config.name)
+def test_forward_kernel(config: FwdConfig, figures: Figures) -> None:
+    found = figures(config)
+    assert found.name == config.name
+    no_spills(found)
+    assert not found.serialized_wgmma
+    # Steps of k = 32: Q K^T takes head_dim / 32 of them, P V one for 32 keys and part of head_dim.
+    steps_qk, steps_pv = config.head_dim // 32, config.pv_splits * (config.tile_n // 32)
+    if config.qk_dtype == "int8":
+        assert found.counts["IGMMA"] >= steps_qk and found.counts["QGMMA"] >= steps_pv
+        assert found.counts["IGMMA"] % steps_qk == found.counts["QGMMA"] % steps_pv == 0
+    else:
+        assert found.counts["IGMMA"] == 0 and found.counts["QGMMA"] >= steps_qk + steps_pv
+    assert found.counts["HGMMA"] == 0
+    assert found.counts["UTMALDG"] >= 3 and found.counts["UTMASTG"] >= 1  # Q, K and V; O
+    assert found.counts["USETMAXREG"] == 2  # the producer gives registers, the consumers take them
+    # All threads start with an equal share, in steps of 8; setmaxnreg deals it out again.
+    assert found.registers % 8 == 0 and found.registers <= REGISTERS_PER_SM // config.threads
+    assert config.producer_regs <= found.registers <= config.consumer_regs
+    assert found.smem_bytes <= SMEM_LIMIT == 232_448
+    assert found.smem_bytes == config.smem_bytes  # what the launch asks for is what the plan says
+
+
+@pytest.mark.parametrize("config", QUANTISE, ids=lambda config: config.name)
+def test_quantiser(config: QuantizeConfig, figures: Figures) -> None:
+    found = figures(config)
+    assert found.name == config.name
+    no_spills(found)
+    assert found.counts["LDG"] > 0 and found.counts["STG"] > 0
+    assert found.registers <= 255 and 0 < found.smem_bytes <= SMEM_LIMIT
+
+
+def test_configurations_are_all_shipped_kernels() -> None:
+    configs = compiler.configurations()
+    assert len(set(configs)) == len(configs) and set(configs) == {*FORWARD, *QUANTISE}
+
+
+def test_figures_can_be_sent_between_processes() -> None:
+    found = KernelFigures("k", 168, 0, 0, 0, 1024, False, {"LDL": 0}, 10, 1.5)
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_shared_memory_of_the_launch_is_not_guessed() -> None:
+    with pytest.raises(RuntimeError, match="no launch"):
+        compiler._dynamic_smem("module {}")
+    launch = (
+        "%9 = llvm.getelementptr %5[0, 2] : (!llvm.ptr) -> !llvm.ptr, "
+        "!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>\n  llvm.store %4, %9 : i64"
+    )
+    with pytest.raises(RuntimeError, match="something else than a constant"):
+        compiler._dynamic_smem(f"%4 = llvm.add %1, %2 : i64\n{launch}")
+    one, two = (f"%4 = llvm.mlir.constant({size} : i64) : i64\n{launch}\n" for size in (4096, 512))
+    assert compiler._dynamic_smem(one + two) == [4096, 512]  # two functions may use the same names
+
+
+# --- caches
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has no kernel in memory yet."""
+    monkeypatch.setattr(compiler, "_compiled", {})
+
+
+CONFIG = plan.transpose_config(64)  # the quickest to compile
+
+
+def test_memory_comes_first(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(compiler, "_load_or_build", lambda config: calls.append(config) or print)
+    assert compiler.compile_kernel(CONFIG) is print
+    assert compiler.compile_kernel(plan.transpose_config(64)) is print  # equal, not the same
+    assert calls == [CONFIG]
+    monkeypatch.setattr(cache, "COMPILE_LOCK", None)  # known kernels take no lock
+    assert compiler.compile_kernel(CONFIG) is print
+
+
+def test_threads_compile_a_kernel_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    inside = threading.Event()
+
+    def slow(config: Any) -> Any:
+        calls.append(config)
+        inside.wait(0.2)  # time for the other threads to arrive
+        return print
+
+    monkeypatch.setattr(compiler, "_load_or_build", slow)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(compiler.compile_kernel, [CONFIG] * 4))
+    assert results == [print] * 4 and calls == [CONFIG]
+
+
+def test_failed_compilations_are_not_remembered(fresh: None, cache_folder: Path) -> None:
+    impossible = FwdConfig(64, 128, 192, 2, "e4m3", "code", False, "bf16", overlap=False, pingpong=False)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="tile_n must be a multiple of 64 that divides 256, got 192"):
+            compiler.compile_kernel(impossible)
+    assert not list(cache_folder.glob("*.o"))
+
+
+# A process of its own, without a GPU and without CUDA tensors: gets a kernel and calls it with CPU tensors.
+PROCESS = """
+import time
+from cute_attn import compile as compiler, plan
+import cutlass.cute, torch
+
+build, built = compiler.build, []
+def counted(config, options=""):
+    built.append(config.name)
+    return build(config, options)
+compiler.build = counted
+
+config = {config}
+start = time.perf_counter()
+kernel = compiler.compile_kernel(config)
+print(len(built), time.perf_counter() - start)
+assert compiler.compile_kernel(config) is kernel
+f8, scalars = torch.float8_e4m3fn, lambda *shape: torch.zeros(shape)
+args = {args}
+try:
+    kernel(*args)
+except ValueError as error:
+    print(error)
+"""
+TRANSPOSE = (
+    "plan.transpose_config(64)",
+    "[torch.zeros(1, 16, 1, 64).to(f8), scalars(1, 1), torch.zeros(1, 1, 64, 16).to(f8), scalars(1, 1, 1)]",
+)
+ATTEND = (
+    "plan.forward_config(64, 'e4m3', False, 'ex2', 'fp16')",
+    "[*(torch.zeros(1, 16, 1, 64).to(f8) for _ in range(2)), torch.zeros(1, 1, 64, 16).to(f8), "
+    "scalars(1, 1, 16), scalars(1, 1, 4)[..., :1], scalars(1, 1, 1), scalars(1, 1, 16), "
+    "torch.zeros(1, 16, 1, 64).half(), scalars(1, 1, 16), 0.125, 0.125]",
+)
+
+
+@pytest.mark.parametrize(("config", "args"), [TRANSPOSE, ATTEND], ids=["transpose", "forward"])
+def test_next_process_loads_from_disk(config: str, args: str, cache_folder: Path) -> None:
+    def run() -> tuple[int, float, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", PROCESS.format(config=config, args=args)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        figures, error = done.stdout.split("\n", 1)
+        builds, seconds = figures.split()
+        return int(builds), float(seconds), error
+
+    first, second = run(), run()
+    assert (first[0], second[0]) == (1, 0)
+    assert second[1] < 2.0  # seconds
+    [entry] = cache_folder.glob("*.o")
+    # The kernel knows its arguments and checks them before any launch, the loaded one like the compiled one.
+    assert "expected device_type=cuda" in first[2]
+    assert second[2] == first[2]
+    assert entry.with_suffix(".json").is_file()
