@@ -122,7 +122,7 @@ TILES: Final = (
     Tile(
         head_dim=128,
         tile_n=256,
-        turns=(),
+        turns=(("e4m3", False),),
         why="256 keys a step halve what a key pays for waits, folds of P V into O and checks for overflow; "
         "the scores share registers with the fresh accumulator of P V, and the two warpgroups interleave "
         "without taking turns",
