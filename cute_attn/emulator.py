@@ -334,11 +334,13 @@ def _attend_rows(
     tiles = [-(-max(min(last + 1 + offset, seqlen_k), 0) // tile_n) for last in last_rows]
     row_tiles = torch.tensor(tiles, device=device)[row // tile_m - blocks[0]]
 
-    o_acc = torch.zeros(batch, heads, group, rows, head_dim, device=device)
-    l_acc = torch.zeros(batch, heads, group, rows, device=device)
+    f32 = torch.float32  # by name: torch's default dtype is the caller's
+    o_acc = torch.zeros(batch, heads, group, rows, head_dim, dtype=f32, device=device)
+    l_acc = torch.zeros(batch, heads, group, rows, dtype=f32, device=device)
     # code: the shift; else the reference itself
-    state = torch.full((batch, heads, group, rows), _UNSET_SHIFT if by_code else -math.inf, device=device)
-    v_previous = torch.ones(batch, heads, device=device)
+    unset = _UNSET_SHIFT if by_code else -math.inf
+    state = torch.full((batch, heads, group, rows), unset, dtype=f32, device=device)
+    v_previous = torch.ones(batch, heads, dtype=f32, device=device)
 
     for tile in range(max(tiles) - 1, -1, -1):
         # Later row blocks see at least as many tiles as earlier ones: the rows at work are a suffix.

@@ -1,7 +1,8 @@
 """Calls of the compiled kernels: outputs, scratch, device and stream.
 
 The compiled functions take torch tensors as they are (TVM-FFI), check dtype, rank, shape and strides, and
-launch on the current stream of the tensors' device. Nothing here synchronises.
+launch on the current stream of the tensors' device. Nothing here synchronises, but for the constants that
+a device gets at its first call.
 """
 
 from __future__ import annotations
@@ -37,8 +38,12 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 @lru_cache(maxsize=64)
 def _zero(device: torch.device) -> Tensor:
-    """One float32 zero, expanded wherever a kernel wants a tensor that this call has no use for."""
-    return torch.zeros(1, dtype=torch.float32, device=device)
+    """One float32 zero, expanded wherever a kernel wants a tensor that this call has no use for.
+
+    Copied from the host, which waits for it: a fill would come before later launches of the current stream
+    alone, and this tensor serves every stream.
+    """
+    return torch.zeros(1, dtype=torch.float32, device="cpu").to(device)
 
 
 @lru_cache(maxsize=64)
@@ -100,8 +105,8 @@ def launch_quantize(
         vt = torch.empty((batch, heads_k, head_dim, padded), dtype=torch.float8_e4m3fn, device=device)
         q_scale = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
         k_groups, v_groups = _ceil_div(seqlen_k, K_SCALE_GROUP), _ceil_div(seqlen_k, V_SCALE_GROUP)
-        k_scale = torch.empty((batch, heads_k, _ceil_div(k_groups, K_SCALE_PAD) * K_SCALE_PAD), device=device)
-        k_scale = k_scale[..., :k_groups]
+        k_width = _ceil_div(k_groups, K_SCALE_PAD) * K_SCALE_PAD
+        k_scale = torch.empty((batch, heads_k, k_width), dtype=torch.float32, device=device)[..., :k_groups]
         v_scale = torch.empty((batch, heads_k, v_groups), dtype=torch.float32, device=device)
         compile_kernel(config)(
             q,

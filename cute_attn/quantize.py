@@ -34,6 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cute_attn.kernels.config import K_SCALE_GROUP, V_SCALE_GROUP
+
 __all__ = [
     "E4M3_MAX",
     "INT8_MAX",
@@ -62,8 +64,8 @@ __all__ = [
 E4M3_MAX: Final = 448.0
 INT8_MAX: Final = 127.0
 Q_BLOCK: Final = 128  # query rows that share a scale with q_scale="block"
-K_GROUP: Final = 64  # keys of one entry of QuantizedQKV.k_scale
-V_BLOCK: Final = 256  # keys of one entry of QuantizedQKV.v_scale
+K_GROUP: Final = K_SCALE_GROUP  # keys of one entry of QuantizedQKV.k_scale
+V_BLOCK: Final = V_SCALE_GROUP  # keys of one entry of QuantizedQKV.v_scale
 
 PI: Final = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 """Key order inside each group of 16 of the transposed V: `vt[..., 16 m + p] = v[16 m + PI[p]]`.
@@ -313,7 +315,7 @@ def unpermute_v(vt: Tensor, seqlen_k: int) -> Tensor:
 
 def _float32(x: float) -> float:
     """The double rounded once to float32."""
-    return float(torch.tensor(x, dtype=torch.float32))
+    return float(torch.tensor(x, dtype=torch.float32, device="cpu"))
 
 
 def scale_norm(head_dim: int, rotation: str) -> float:
@@ -356,7 +358,7 @@ def to_int8(x: Tensor) -> Tensor:
 def rotation_signs(head_dim: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
     """Random signs of the rotation: (head_dim,) float32, +1 or -1, drawn on the CPU for any device."""
     generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (head_dim,), generator=generator) * 2 - 1
+    signs = torch.randint(0, 2, (head_dim,), generator=generator, device="cpu") * 2 - 1
     return signs.to(device=device, dtype=torch.float32)
 
 

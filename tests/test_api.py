@@ -603,6 +603,28 @@ def test_sm90_gets_aligned_tensors(
         assert torch.equal(given.float(), value.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("recipe", ["naive", "paper", "fp8", "accurate"])
+def test_the_default_dtype_changes_nothing(recipe: str, dtype: torch.dtype) -> None:
+    """Loaders of models set torch's default dtype for a while."""
+    q, k, v = Shape(seqlen_q=130, seqlen_k=300).tensors()
+
+    def call() -> tuple[Tensor, Tensor]:
+        return cute_attn.fp8_attention(
+            q, k, v, recipe=recipe, causal=True, return_lse=True, backend="emulator"
+        )
+
+    out, lse = call()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        out_there, lse_there = call()
+    finally:
+        torch.set_default_dtype(before)
+    assert out_there.dtype == out.dtype and torch.equal(out_there, out)
+    assert lse_there.dtype == lse.dtype and torch.equal(lse_there, lse)
+
+
 class CountOps(TorchDispatchMode):
     """Counts the torch operations that are dispatched."""
 

@@ -110,7 +110,8 @@ def build_parser() -> argparse.ArgumentParser:
     option(what, "--dtype", "default fp8; for 16 bits the peers alone", choices=dtypes, default="fp8")
     text = "default: accuracy, and speed on a Hopper GPU or figures elsewhere"
     option(what, "--report", text, choices=REPORTS)
-    text = "8-bit recipes, comma-separated (default: default is timed, errors are reported for every preset)"
+    text = "8-bit recipes, comma-separated (default: default is timed, errors are reported for every preset "
+    text += "and for naive with P lifted)"
     option(what, "--recipe", text, type=_names, metavar="NAMES")
     text = f"of {comma(peers.PHASES)} (default forward)"
     option(what, "--phase", text, type=_choices(*peers.PHASES), default=["forward"], metavar="NAMES")
