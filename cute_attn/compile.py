@@ -6,24 +6,48 @@ shape. The result takes torch tensors through TVM-FFI and launches on torch's cu
 `compile_kernel` is what the launches call: a look-up where the process has the kernel, else a file of the
 disk cache (see `cute_attn.cache`), else the compiler. `inspect` says what the compiler made of a kernel. The
 DSL, half a second of import, is imported only where a kernel is not in memory.
+
+    python -m cute_attn.compile [--arch sm_90a] [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES] [--jobs N]
+
+fills the disk cache ahead of use, also on a machine without a GPU, for example while an image is built.
 """
 
 from __future__ import annotations
 
+import argparse
+import concurrent.futures
+import multiprocessing
+import os
 import re
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cute_attn import cache, plan, sass
 from cute_attn.kernels.config import K_SCALE_PAD, FwdConfig, QuantizeConfig
+from cute_attn.quantize import PRESETS
+from cute_attn.validate import HEAD_DIMS
 
-__all__ = ["ARCH", "KernelConfig", "KernelFigures", "build", "compile_kernel", "configurations", "inspect"]
+__all__ = [
+    "ARCH",
+    "KernelConfig",
+    "KernelFigures",
+    "build",
+    "compile_kernel",
+    "configurations",
+    "inspect",
+    "main",
+]
 
 KernelConfig = FwdConfig | QuantizeConfig
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
+# Above -O1 the assembler moves the loads of the quantiser's loops up until it has to spill their counters, and puts
+# each shuffle next to its use.
+QUANTISER_OPTIONS = "--ptxas-options '-O1'"
 
 
 def build(config: KernelConfig, options: str = "") -> Any:
@@ -62,7 +86,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
 
     f8 = cutlass.Float8E4M3FN
     batch, seqlen_q, seqlen_k, heads_q, heads_k = (cute.sym_int32() for _ in range(5))
-    padded_k, k_groups, v_groups = (cute.sym_int32() for _ in range(3))
+    padded_k, k_groups, v_groups, chunks = (cute.sym_int32() for _ in range(4))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     d = config.head_dim
     vt = wide(f8, batch, heads_k, d, padded_k)
@@ -92,9 +116,8 @@ def build(config: KernelConfig, options: str = "") -> Any:
 
         element = IN_TYPES[config.in_dtype]
         v = fake(element, (batch, seqlen_k, heads_k, d), 8, element.width)  # eight elements a load
-        v_scale = scalars(batch, heads_k, v_groups)
         if config.in_dtype == "e4m3":
-            entry, args = TransposeV(config), [v, scalars(batch, heads_k), vt, v_scale]
+            entry, args = TransposeV(config), [v, vt]
         else:
             code = f8 if config.qk_dtype == "e4m3" else cutlass.Int8
             entry = Quantize(config)
@@ -103,18 +126,21 @@ def build(config: KernelConfig, options: str = "") -> Any:
                 wide(element, batch, seqlen_k, heads_k, d),
                 v,
                 scalars(d),
-                scalars(batch, heads_k, d),
+                scalars(batch, chunks, heads_k, d),
                 scalars(batch, heads_q),
                 scalars(batch, heads_k),
                 scalars(batch, heads_k),
                 wide(code, batch, seqlen_q, heads_q, d),
                 wide(code, batch, seqlen_k, heads_k, d),
                 vt,
-                scalars(batch, heads_q, seqlen_q),
-                scalars(batch, heads_k, k_groups),
-                v_scale,
-                scalars(batch, heads_q, seqlen_q),
+                fake(cutlass.Float32, (batch, heads_q, seqlen_q), 1, 4),
+                rows(k_groups, 1, 4),
+                rows(v_groups, 1, 4),
+                fake(cutlass.Float32, (batch, heads_q, seqlen_q), 1, 4),
+                cutlass.Int32(1),
+                cutlass.Int32(1),
             ]
+        options = f"{QUANTISER_OPTIONS} {options}"
     return cute.compile(entry, *args, stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}")
 
 
@@ -236,3 +262,95 @@ def _dynamic_smem(ir: str) -> list[int]:
     if not sizes:
         raise RuntimeError("no launch found in the compiled module")
     return sizes
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Ahead of use
+# ------------------------------------------------------------------------------------------------------------
+
+
+def _chosen(recipes: Sequence[str], head_dims: Sequence[int], dtypes: Sequence[str]) -> list[KernelConfig]:
+    """Forward kernels and quantisers of these recipes, head dimensions and dtypes ("bf16", "fp16")."""
+    configs: dict[KernelConfig, None] = {}
+    for name in recipes:
+        recipe = PRESETS[name]
+        for head_dim in head_dims:
+            for dtype in dtypes:
+                configs[plan.quantize_config(recipe, head_dim, dtype)] = None
+                for causal in (False, True):
+                    key = (head_dim, recipe.qk_dtype, causal, recipe.p_rounding, dtype)
+                    configs[plan.forward_config(*key)] = None
+    for head_dim in head_dims:
+        configs[plan.transpose_config(head_dim)] = None
+    return list(configs)
+
+
+def _compile_one(config: KernelConfig) -> float:
+    """Seconds until `config` was in memory. For a process of its own."""
+    start = time.perf_counter()
+    compile_kernel(config)
+    return time.perf_counter() - start
+
+
+def _several(allowed: Sequence[Any]) -> Callable[[str], list[Any]]:
+    kind = type(allowed[0])
+
+    def parse(text: str) -> list[Any]:
+        try:
+            values = [kind(part.strip()) for part in text.split(",")]
+        except ValueError:
+            values = [text]
+        for value in values:
+            if value not in allowed:
+                raise argparse.ArgumentTypeError(f"{value!r} is not among {', '.join(map(str, allowed))}")
+        return values
+
+    return parse
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns 0; 1 if a kernel did not compile or there is no disk cache to fill."""
+    names, dtypes = list(PRESETS), list(plan.DTYPE_NAMES.values())
+    parser = argparse.ArgumentParser(
+        prog="python -m cute_attn.compile", description="Compile kernels into the disk cache. Needs no GPU."
+    )
+    parser.add_argument("--arch", choices=(ARCH,), default=ARCH, help="target (default: %(default)s)")
+    parser.add_argument(
+        "--recipe",
+        type=_several(names),
+        default=["default"],
+        help=f"of {', '.join(names)} (default: default)",
+    )
+    parser.add_argument(
+        "--head-dim", type=_several(HEAD_DIMS), default=list(HEAD_DIMS), help="default: all of them"
+    )
+    parser.add_argument("--dtype", type=_several(dtypes), default=dtypes, help="default: bf16,fp16")
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="default: %(default)s")
+    args = parser.parse_args(argv)
+    if args.jobs < 1:
+        parser.error(f"argument --jobs: must be at least 1, got {args.jobs}")
+    folder = cache.cache_dir()
+    if folder is None:
+        print("the disk cache is off, there is nothing to fill", file=sys.stderr)
+        return 1
+    configs = _chosen(args.recipe, args.head_dim, args.dtype)
+    start, failed = time.perf_counter(), 0
+    context = multiprocessing.get_context("spawn")  # the DSL aborts where two threads compile at once
+    with concurrent.futures.ProcessPoolExecutor(min(args.jobs, len(configs)), mp_context=context) as pool:
+        jobs = {pool.submit(_compile_one, config): config for config in configs}
+        for job in concurrent.futures.as_completed(jobs):
+            error = job.exception()
+            failed += error is not None
+            result = f"{job.result():.1f} s" if error is None else f"FAILED: {type(error).__name__}: {error}"
+            print(f"{jobs[job].name}  {result}", flush=True)
+    seconds = time.perf_counter() - start
+    print(f"{len(configs) - failed} of {len(configs)} kernels for {args.arch} in {folder}, {seconds:.0f} s")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    from cute_attn.compile import (
+        main as imported,
+    )  # functions of this run's own module would not reach the pool
+
+    sys.exit(imported())

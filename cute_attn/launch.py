@@ -18,12 +18,21 @@ from cute_attn.compile import compile_kernel
 from cute_attn.kernels.config import (
     K_SCALE_GROUP,
     K_SCALE_PAD,
+    MEAN_STRIDE,
+    QUANTIZE_ROWS_LIMIT,
     V_KEY_PERMUTATION,
     V_SCALE_GROUP,
     FwdConfig,
     QuantizeConfig,
 )
-from cute_attn.quantize import Fp8Recipe, QuantizedQKV, mean_key, rotation_signs, static_amax
+from cute_attn.quantize import (
+    Fp8Recipe,
+    QuantizedQKV,
+    mean_chunks,
+    mean_key,
+    rotation_signs,
+    static_amax,
+)
 
 LOG2_E = math.log2(math.e)
 
@@ -72,20 +81,32 @@ def launch_quantize(
         recipe: what `config` was planned from.
         k_mean: (batch, heads_k, head_dim) float32 to subtract from K where the recipe smooths; default
             `mean_key(k)`.
+
+    Raises:
+        ValueError: more rows than the quantiser's grid covers.
     """
     batch, seqlen_q, heads_q, head_dim = q.shape
     _, seqlen_k, heads_k, _ = k.shape
+    for name, seqlen in (("q", seqlen_q), ("k", seqlen_k)):
+        if seqlen > QUANTIZE_ROWS_LIMIT:
+            raise ValueError(f"{name} has {seqlen} rows; the quantiser takes at most {QUANTIZE_ROWS_LIMIT}")
     device = q.device
     with _on(device):
         zero = _zero(device)
         rotate = recipe.rotation == "hadamard"
         signs = _signs(head_dim, recipe.rotation_seed, device) if rotate else zero.expand(head_dim)
-        if recipe.smooth_k:
-            mean = mean_key(k) if k_mean is None else k_mean
-            q_dot = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
+        if recipe.smooth_k and k_mean is None and config.k_mode == "static":
+            k_mean = mean_key(k)  # wanted below, before any kernel runs
+        # What the mean key is made of: its sums over chunks, which the kernels leave there, or itself, as one sum.
+        chunk, count = 0, 1
+        if not recipe.smooth_k:
+            sums = zero.expand(batch, 1, heads_k, head_dim)
+        elif k_mean is not None:
+            sums = k_mean.unsqueeze(1)
         else:
-            mean = zero.expand(batch, heads_k, head_dim)
-            q_dot = zero.expand(batch, heads_q, seqlen_q)
+            chunk, chunks = mean_chunks(seqlen_k)
+            count = _ceil_div(seqlen_k, MEAN_STRIDE)
+            sums = torch.empty((batch, chunks, heads_k, head_dim), dtype=torch.float32, device=device)
         amax_q = amax_k = amax_v = None
         if config.q_mode == "static":
             amax_q = static_amax(q, recipe.q_scale, signs=signs if rotate else None)  # type: ignore[arg-type]
@@ -93,7 +114,7 @@ def launch_quantize(
             amax_k = static_amax(
                 k,
                 recipe.k_scale,  # type: ignore[arg-type]
-                mean=mean if recipe.smooth_k else None,
+                mean=k_mean,
                 signs=signs if rotate else None,
             )
         if config.v_mode == "static":
@@ -104,6 +125,7 @@ def launch_quantize(
         padded = _ceil_div(seqlen_k, V_KEY_PERMUTATION) * V_KEY_PERMUTATION
         vt = torch.empty((batch, heads_k, head_dim, padded), dtype=torch.float8_e4m3fn, device=device)
         q_scale = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
+        q_dot = torch.empty_like(q_scale) if recipe.smooth_k else q_scale  # else not written
         k_groups, v_groups = _ceil_div(seqlen_k, K_SCALE_GROUP), _ceil_div(seqlen_k, V_SCALE_GROUP)
         k_width = _ceil_div(k_groups, K_SCALE_PAD) * K_SCALE_PAD
         k_scale = torch.empty((batch, heads_k, k_width), dtype=torch.float32, device=device)[..., :k_groups]
@@ -113,7 +135,7 @@ def launch_quantize(
             k,
             v,
             signs,
-            mean,
+            sums,
             zero.expand(batch, heads_q) if amax_q is None else amax_q,
             zero.expand(batch, heads_k) if amax_k is None else amax_k,
             zero.expand(batch, heads_k) if amax_v is None else amax_v,
@@ -124,6 +146,8 @@ def launch_quantize(
             k_scale,
             v_scale,
             q_dot,
+            chunk,
+            count,
         )
     return QuantizedQKV(
         q=q8,
@@ -149,8 +173,7 @@ def launch_transpose_v(v: Tensor, config: QuantizeConfig) -> Tensor:
     padded = _ceil_div(seqlen_k, V_KEY_PERMUTATION) * V_KEY_PERMUTATION
     with _on(v.device):
         vt = torch.empty((batch, heads_k, head_dim, padded), dtype=v.dtype, device=v.device)
-        zero = _zero(v.device)
-        compile_kernel(config)(v, zero.expand(batch, heads_k), vt, zero.expand(batch, heads_k, 1))
+        compile_kernel(config)(v, vt)
     return vt
 
 

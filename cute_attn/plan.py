@@ -38,25 +38,23 @@ class Tile:
     """One row of the tile table: what it serves, the choices, and the reason for them.
 
     It serves each combination of `head_dim`, `qk_dtypes`, `causals` and `p_roundings` that kernels exist for
-    (see `P_ROUNDINGS_OF`). `tile_m`, `tile_n`, `kv_stages`, `overlap`, `pingpong`, `pv_splits`, `check_keys`
+    (see `P_ROUNDINGS_OF`). `tile_m`, `tile_n`, `kv_stages`, `qk_splits`, `pv_splits`, `check_keys`
     and the register counts are those of `FwdConfig`.
     """
 
     head_dim: int
     why: str
     tile_n: int
-    overlap: bool = False
-    pingpong: bool = False
     qk_dtypes: tuple[str, ...] = QK_DTYPES
     causals: tuple[bool, ...] = (False, True)
     p_roundings: tuple[str, ...] = P_ROUNDINGS
     tile_m: int = 128
     kv_stages: int = 2
+    qk_splits: int = 1
     pv_splits: int = 1
     check_keys: int = 64
     consumer_regs: int = 240
     producer_regs: int = 24
-    turns: tuple[tuple[str, bool], ...] = ()  # (qk_dtype, causal) for which, with P by code, pingpong pays
 
     @property
     def keys(self) -> list[_TileKey]:
@@ -70,78 +68,101 @@ class Tile:
         ]
 
 
+_D64_FULL: Final = (
+    "at head_dim 64 the chain of product, softmax and product is long against the tensor core's work in it: a "
+    "third consumer warpgroup fills the gaps, and 128 keys a step keep the scores within the 160 registers "
+    "that three leave to a thread"
+)
 _D64_CAUSAL: Final = (
     "a block of rows also computes keys that its diagonal tiles hide: blocks of 192 rows waste more there "
     "than their third consumer warpgroup gains"
 )
-_D256_SPLITS: Final = (
-    "O takes 128 registers a thread: P V is accumulated one part of head_dim after the other, so that its "
-    "fresh accumulator fits beside O"
+_D128: Final = (
+    "256 keys a step halve what a key pays for waits, folds of P V into O and checks for overflow; the scores "
+    "share registers with the fresh accumulator of P V"
 )
+_D256: Final = "O takes 128 registers a thread, so P V is accumulated one part of head_dim after the other"
+_HALVES: Final = "Q K^T comes in halves, softmax of one under the product of the other"
+_WHOLE: Final = "exp2 wants the maximum over the tile, so Q K^T comes in one piece"
+_EX2: Final = ("ex2", "cast")
 
 TILES: Final = (
     Tile(
         head_dim=64,
         causals=(False,),
+        p_roundings=("code",),
+        tile_m=192,
+        tile_n=128,
+        kv_stages=4,
+        qk_splits=2,
+        consumer_regs=160,
+        producer_regs=32,
+        why=f"{_D64_FULL}; {_HALVES}",
+    ),
+    Tile(
+        head_dim=64,
+        causals=(False,),
+        p_roundings=_EX2,
         tile_m=192,
         tile_n=128,
         kv_stages=4,
         consumer_regs=160,
         producer_regs=32,
-        turns=(),
-        why="at head_dim 64 the chain of product, softmax and product is long against the tensor core's work "
-        "in it: a third consumer warpgroup fills the gaps, and 128 keys a step keep the scores within the "
-        "160 registers that three leave to a thread",
+        why=f"{_D64_FULL}; {_WHOLE}",
+    ),
+    Tile(
+        head_dim=64,
+        causals=(True,),
+        p_roundings=("code",),
+        tile_n=256,
+        qk_splits=2,
+        why=f"{_D64_CAUSAL}; O is small enough for 256 keys a step, which halve the waits; {_HALVES}",
     ),
     Tile(
         head_dim=64,
         qk_dtypes=("e4m3",),
         causals=(True,),
+        p_roundings=_EX2,
         tile_n=256,
-        turns=(),
-        why=f"{_D64_CAUSAL}; O is small enough for 256 keys a step, which halve the waits",
+        why=f"{_D64_CAUSAL}; O is small enough for 256 keys a step, which halve the waits; {_WHOLE}",
     ),
     Tile(
         head_dim=64,
         qk_dtypes=("int8",),
         causals=(True,),
-        p_roundings=("code",),
-        tile_n=256,
-        turns=(),
-        why=f"{_D64_CAUSAL}; O is small enough for 256 keys a step, which halve the waits",
-    ),
-    Tile(
-        head_dim=64,
-        qk_dtypes=("int8",),
-        causals=(True,),
-        p_roundings=("ex2",),
+        p_roundings=_EX2,
         tile_n=128,
         kv_stages=4,
-        why=f"{_D64_CAUSAL}; exp2 of int8 scores would spill registers at 256 keys a step, so it takes 128",
+        why=f"{_D64_CAUSAL}; exp2 of int8 scores would spill registers at 256 keys a step, so it takes 128; "
+        f"{_WHOLE}",
     ),
     Tile(
         head_dim=128,
+        p_roundings=("code",),
         tile_n=256,
-        turns=(("e4m3", False),),
-        why="256 keys a step halve what a key pays for waits, folds of P V into O and checks for overflow; "
-        "the scores share registers with the fresh accumulator of P V; the two warpgroups interleave by "
-        "themselves, but for e4m3 without a mask, where taking turns at the tensor core measured faster",
+        qk_splits=2,
+        why=f"{_D128}; {_HALVES}",
+    ),
+    Tile(
+        head_dim=128,
+        p_roundings=_EX2,
+        tile_n=256,
+        why=f"{_D128}; {_WHOLE}",
     ),
     Tile(
         head_dim=256,
         p_roundings=("code",),
         tile_n=128,
-        pv_splits=2,
-        why=f"{_D256_SPLITS}; the two warpgroups interleave without taking turns",
+        qk_splits=2,
+        pv_splits=4,
+        why=f"{_D256}, in quarters, each folded under the product of the next; {_HALVES}",
     ),
     Tile(
         head_dim=256,
-        p_roundings=("ex2", "cast"),
+        p_roundings=_EX2,
         tile_n=128,
         pv_splits=2,
-        pingpong=True,
-        why=f"{_D256_SPLITS}; exp2 compiles with spills where the warpgroups take no turns at the tensor "
-        "core, and without where they do",
+        why=f"{_D256}, in halves; {_WHOLE}",
     ),
 )
 """Every (head_dim, qk_dtype, causal, p_rounding) that kernels exist for is served by exactly one row.
@@ -168,11 +189,10 @@ def forward_config(head_dim: int, qk_dtype: str, causal: bool, p_rounding: str, 
         p_rounding=p_rounding,
         causal=causal,
         out_dtype=out_dtype,
-        overlap=tile.overlap,
-        pingpong=tile.pingpong or (p_rounding == "code" and (qk_dtype, causal) in tile.turns),
         consumer_regs=tile.consumer_regs,
         producer_regs=tile.producer_regs,
         check_keys=tile.check_keys,
+        qk_splits=tile.qk_splits,
         pv_splits=tile.pv_splits,
     )
 
@@ -246,8 +266,7 @@ def tile_table() -> list[dict[str, object]]:
                 "tile_m": config.tile_m,
                 "tile_n": config.tile_n,
                 "kv_stages": config.kv_stages,
-                "overlap": config.overlap,
-                "pingpong": config.pingpong,
+                "qk_splits": config.qk_splits,
                 "pv_splits": config.pv_splits,
                 "check_keys": config.check_keys,
                 "smem_bytes": config.smem_bytes,
@@ -312,9 +331,8 @@ class Plan:
             f"{'' if recipe.smooth_k else 'no '}K smoothing; P by {recipe.p_rounding}",
             "tiles": f"{config.tile_m} queries x {config.tile_n} keys, {config.kv_stages} K/V stages, "
             f"{config.consumer_warpgroups} consumer warpgroups of {config.consumer_regs} registers"
-            + (", overlap" if config.overlap else "")
-            + (", ping-pong" if config.pingpong else "")
-            + (f", P V in {config.pv_splits} parts" if config.pv_splits > 1 else ""),
+            + f"; Q K^T in {_parts(config.qk_splits)}"
+            + f"; P V in {_parts(config.pv_splits)}",
             "smem": f"{self.smem_bytes} of {SMEM_LIMIT} bytes{of_kernel}",
             "grid": f"{self.grid} CTAs of {config.threads} threads{of_kernel}",
         }
@@ -378,6 +396,10 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
         grid=grid,
         problem=problem,
     )
+
+
+def _parts(n: int) -> str:
+    return "one piece" if n == 1 else f"{n} parts"
 
 
 def _choose_backend(capability: tuple[int, int] | None, backend: str) -> tuple[str, str]:

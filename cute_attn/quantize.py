@@ -8,8 +8,9 @@ key is subtracted (SageAttention, arXiv 2410.02367), and which 8-bit type carrie
 operation rounded to nearest even, in a fixed order, so the device kernel can (and must) agree bit for bit:
 
     x      = float32(input)
-    x      = x - mean                          K only, with smooth_k
-    x      = FWHT(x * sign)                    Q and K, with rotation; 1/sqrt(head_dim) is in the scale
+    x      = x * sign                          Q and K, with rotation
+    x      = x - mean * sign                   K only, with smooth_k; sign is 1 without rotation
+    x      = FWHT(x)                           Q and K, with rotation; 1/sqrt(head_dim) is in the scale
     amax   = max |x| over the scale group
     a      = max(amax, 2^-100)
     inv    = QMAX / a                          IEEE division
@@ -34,7 +35,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cute_attn.kernels.config import K_SCALE_GROUP, V_SCALE_GROUP
+from cute_attn.kernels.config import (
+    K_SCALE_GROUP,
+    MEAN_CHUNKS,
+    MEAN_LANES,
+    MEAN_STRIDE,
+    MEAN_UNROLL,
+    V_SCALE_GROUP,
+)
 
 __all__ = [
     "E4M3_MAX",
@@ -48,6 +56,7 @@ __all__ = [
     "QuantizedQKV",
     "amax_scale",
     "from_fp8",
+    "mean_chunks",
     "mean_key",
     "permute_v",
     "quantize_reference",
@@ -382,8 +391,20 @@ def walsh_hadamard(x: Tensor) -> Tensor:
     return x
 
 
+def mean_chunks(seqlen_k: int) -> tuple[int, int]:
+    """(samples of a chunk, chunks) of the sum in `mean_key`: at most MEAN_CHUNKS chunks of whole steps."""
+    samples = -(-seqlen_k // MEAN_STRIDE)
+    step = MEAN_LANES * MEAN_UNROLL
+    chunk = step * max(1, -(-samples // (step * MEAN_CHUNKS)))
+    return chunk, max(1, -(-samples // chunk))
+
+
 def mean_key(k: Tensor) -> Tensor:
     """The key that smoothing subtracts: the mean of every 16th key of a head.
+
+    The order of the sum is part of the definition. Sample i is key 16 i. The samples are cut into chunks of
+    `mean_chunks(seqlen_k)[0]`, and in each chunk sample i belongs to lane i % 16. In float32, from 0: the samples
+    of a lane are added one after the other, then the lanes of a chunk, then the chunks; then one division.
 
     Args:
         k: (batch, seqlen_k, heads_k, head_dim), any float dtype.
@@ -395,20 +416,31 @@ def mean_key(k: Tensor) -> Tensor:
     Any vector gives the same output exactly (softmax ignores a constant added to a row), so a subsample
     serves, at a sixteenth of the cost of a pass.
     """
-    sample = k[:, ::16].float()
-    if sample.shape[1] == 0:
+    sample = k[:, ::MEAN_STRIDE].float()
+    count = sample.shape[1]
+    if count == 0:
         return sample.new_zeros(k.shape[0], k.shape[2], k.shape[3])
-    return sample.mean(dim=1)
+    chunk, chunks = mean_chunks(k.shape[1])
+    sample = F.pad(sample, (0, 0, 0, 0, 0, chunk * chunks - count))  # zeros change no sum that starts from 0
+    parts = sample.unflatten(1, (chunks, chunk // MEAN_LANES, MEAN_LANES))
+    for dim in (2, 2, 1):  # the steps of a lane, the lanes, the chunks
+        total = torch.zeros_like(parts.select(dim, 0))
+        for part in parts.unbind(dim):
+            total = total + part
+        parts = total
+    # A tensor as the divisor: torch multiplies by the reciprocal of a number, which rounds twice.
+    return parts / torch.full_like(parts, count)
 
 
 def _transform(x: Tensor, mean: Tensor | None, signs: Tensor | None) -> Tensor:
     """float32, minus the mean key, rotated: what is then scaled and rounded."""
     x = x.float()
-    if mean is not None:
-        x = x - mean.unsqueeze(1)
     if signs is not None:
-        x = walsh_hadamard(x * signs)
-    return x
+        x = x * signs
+    if mean is not None:
+        # After the signs: (x - mean) * sign, except for the sign of a zero.
+        x = x - (mean if signs is None else mean * signs).unsqueeze(1)
+    return x if signs is None else walsh_hadamard(x)
 
 
 def static_amax(
@@ -483,8 +515,8 @@ def quantize_reference(
         q: (batch, seqlen_q, heads_q, head_dim), fp16, bf16 or fp32, CPU or CUDA.
         k, v: (batch, seqlen_k, heads_k, head_dim).
         recipe: how to quantise.
-        k_mean: (batch, heads_k, head_dim) float32 subtracted from every key when `recipe.smooth_k`; default
-            `mean_key(k)`. Pass it to make two implementations agree to the bit, or to keep a cache's own.
+        k_mean: (batch, heads_k, head_dim) float32 subtracted from every key when `recipe.smooth_k`, for example
+            that of a cache; default `mean_key(k)`.
 
     Returns:
         QuantizedQKV on the device of the inputs. A scale group with a NaN or an infinity in it has scale NaN.

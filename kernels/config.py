@@ -16,6 +16,14 @@ K_SCALE_GROUP = 64  # keys that share one K scale in storage
 K_SCALE_PAD = 4  # a row of K scales is readable to a multiple of this: one vector load for any tile
 V_SCALE_GROUP = 256  # keys that share one V scale; a power of two
 V_KEY_PERMUTATION = 16  # V^T holds keys permuted inside groups of this many
+QUANTIZE_SPAN = 512  # rows of Q or K of one CTA of the quantiser at most
+QUANTIZE_ROWS_LIMIT = 65_535 * QUANTIZE_SPAN  # rows of a sequence that its grid covers
+
+# The mean key is summed in this order, see `cute_attn.quantize.mean_key`.
+MEAN_STRIDE = 16  # one key of this many is a sample
+MEAN_LANES = 16  # samples of a chunk that are summed side by side
+MEAN_UNROLL = 4  # samples of a lane that are in flight together; a chunk is a multiple of both
+MEAN_CHUNKS = 16  # chunks at most
 SUM_ROWS = 8  # extra rows of the V^T tile: a row of ones yields the row sum of P; 8 is the WGMMA granule
 
 
@@ -31,12 +39,11 @@ class FwdConfig:
     p_rounding: str  # "code": P's e4m3 byte computed directly; "ex2": exp2, converted; "cast": without lift
     causal: bool
     out_dtype: str  # "bf16" or "fp16"
-    overlap: bool  # issue Q K^T of the next tile behind P V of this one, before waiting for either
-    pingpong: bool  # warpgroups take turns at the tensor core
     consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
     producer_regs: int = 24
     check_keys: int = 64  # keys after which P by code is checked for overflow: fewer hold fewer registers
-    pv_splits: int = 1  # parts of the value dimension whose product is accumulated one after the other
+    qk_splits: int = 1  # parts of a tile's keys whose products Q K^T are issued and waited for one by one
+    pv_splits: int = 1  # parts of the value dimension whose products are issued and folded one by one
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -59,13 +66,12 @@ class FwdConfig:
     @property
     def name(self) -> str:
         mask = "causal" if self.causal else "full"
-        how = ("o" if self.overlap else "s") + ("p" if self.pingpong else "")
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
-        split = "" if self.pv_splits == 1 else f"_v{self.pv_splits}"
-        split += "" if self.check_keys == 64 else f"_c{self.check_keys}"
+        parts = f"_q{self.qk_splits}v{self.pv_splits}"
+        parts += "" if self.check_keys == 64 else f"_c{self.check_keys}"
         return (
             f"fwd_sm90_{self.qk_dtype}_d{self.head_dim}_{mask}_{self.p_rounding}_{self.out_dtype}"
-            f"_m{self.tile_m}n{self.tile_n}k{self.kv_stages}_{how}{split}{regs}"
+            f"_m{self.tile_m}n{self.tile_n}k{self.kv_stages}{parts}{regs}"
         )
 
     @property
@@ -83,8 +89,8 @@ class FwdConfig:
         """Raise ValueError where the configuration cannot be built; the message names the limit."""
         if self.head_dim not in (64, 128, 256):
             raise ValueError(f"head_dim must be 64, 128 or 256, got {self.head_dim}")
-        if self.tile_m % 64 or not 1 <= self.consumer_warpgroups <= 4:
-            raise ValueError(f"tile_m must be 64, 128, 192 or 256, got {self.tile_m}")
+        if self.tile_m not in (64, 128, 192):
+            raise ValueError(f"tile_m must be 64, 128 or 192, got {self.tile_m}")
         if self.tile_n % K_SCALE_GROUP or V_SCALE_GROUP % self.tile_n:
             raise ValueError(
                 f"tile_n must be a multiple of 64 that divides {V_SCALE_GROUP}, got {self.tile_n}"
@@ -97,12 +103,13 @@ class FwdConfig:
             raise ValueError(f"out_dtype must be 'bf16' or 'fp16', got {self.out_dtype!r}")
         if self.check_keys not in (32, 64):
             raise ValueError(f"check_keys must be 32 or 64, got {self.check_keys}")
-        if self.pv_splits not in (1, 2):
-            raise ValueError(f"pv_splits must be 1 or 2, got {self.pv_splits}")
-        if self.overlap and self.pv_splits != 1:
-            raise ValueError(
-                "overlap and pv_splits > 1 exclude each other: two products cannot share S's registers"
-            )
+        if self.pv_splits not in (1, 2, 4):
+            raise ValueError(f"pv_splits must be 1, 2 or 4, got {self.pv_splits}")
+        part = self.tile_n // self.qk_splits
+        if self.tile_n % self.qk_splits or part % K_SCALE_GROUP:
+            raise ValueError(f"qk_splits must leave a multiple of {K_SCALE_GROUP} keys, got {self.qk_splits}")
+        if self.p_rounding != "code" and self.qk_splits != 1:
+            raise ValueError(f"qk_splits must be 1 with {self.p_rounding!r}: its maximum is over the tile")
         if self.kv_stages * self.tile_n * self.head_dim < 2 * self.tile_m * self.head_dim:
             raise ValueError(f"the K ring ({self.kv_stages} x {self.tile_n} rows) is too small to stage O")
         if self.smem_bytes > SMEM_LIMIT:
@@ -123,7 +130,7 @@ class QuantizeConfig:
     k_mode: str  # "block64", "block128" or "static"
     v_mode: str  # "block" (256 keys) or "static"
     rotate: bool  # random signs and Hadamard transform of Q and K
-    smooth: bool  # subtract a given vector from every key of a head; Q's kernel leaves q . vector
+    smooth: bool  # subtract the mean key from every key of a head, and leave q . mean
 
     @property
     def name(self) -> str:

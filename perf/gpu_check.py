@@ -1,6 +1,6 @@
 """The GPU tests and compute-sanitizer, in one bounded run on a Hopper GPU.
 
-    python perf/gpu_check.py FOLDER       everything; logs, the JUnit report and a summary go to FOLDER
+    python perf/gpu_check.py FOLDER       everything; logs, a summary and the record gpu_tests.json go to FOLDER
     python perf/gpu_check.py --small      the small launches that the sanitizers watch, once
 
 The tests come first: they compile the kernels into the disk cache, so that the sanitizers' processes only
@@ -11,6 +11,7 @@ kernel can hold the machine for longer than `LIMITS` says. Exit status 1 if anyt
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -21,9 +22,10 @@ import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import IO
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"pytest": 120, "sanitizer": 40}  # seconds; the two sanitizers run side by side
+LIMITS = {"pytest": 150, "sanitizer": 40}  # seconds; the two sanitizers run side by side
 TOOLS = ("memcheck", "racecheck")
 FIRST_TESTS = ROOT / "tests" / "test_kernels_gpu.py"  # its session fixture compiles what all files need
 SMALL = (1, 200, 333, 2, 1)  # batch, seqlen_q, seqlen_k, heads_q, heads_k
@@ -139,6 +141,41 @@ def summary_of(log: Path) -> list[str]:
     return lines[-40:]
 
 
+def write_record(folder: Path, results: list[str]) -> None:
+    """One row for each test and each sanitizer, from the JUnit report and `results`."""
+    from cute_attn.bench.record import collect_meta
+
+    rows: list[dict[str, object]] = []
+    if (folder / "junit.xml").exists():
+        for case in ElementTree.parse(folder / "junit.xml").iter("testcase"):
+            bad = [child for child in case if child.tag in ("failure", "error", "skipped")]
+            row = {
+                "tool": "pytest -m gpu",
+                "name": f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}",
+                "outcome": {"failure": "failed", "error": "error"}.get(bad[0].tag, bad[0].tag)
+                if bad
+                else "passed",
+                "seconds": float(case.get("time", "nan")),
+            }
+            rows.append(row | ({"message": bad[0].get("message", "")[:500]} if bad else {}))
+    for result in results[1:]:
+        name, _, outcome = result.partition(": ")
+        log = folder / f"{name}.log"
+        found = re.findall(
+            r"(?:ERROR|RACECHECK) SUMMARY: .*", log.read_text(errors="replace") if log.exists() else ""
+        )
+        rows.append(
+            {
+                "tool": f"compute-sanitizer {name}",
+                "name": f"three forward kernels, quantiser, transpose of V on {SMALL}",
+                "outcome": outcome.partition(",")[0],
+                "message": found[-1] if found else None,
+            }
+        )
+    record = {"meta": collect_meta("python perf/gpu_check.py FOLDER"), "rows": rows}
+    (folder / "gpu_tests.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
 def main() -> int:
     """Run all of it; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -200,6 +237,7 @@ def main() -> int:
         log = folder / f"{result.partition(':')[0]}.log"
         text += [result, *(f"    {line}" for line in (summary_of(log) if log.exists() else []))]
     (folder / "summary.txt").write_text("\n".join(text) + "\n")
+    write_record(folder, results)
     print("\n".join(text), flush=True)
     return 0 if all(": passed" in result for result in results) else 1
 

@@ -1,12 +1,14 @@
 """Build, check and time variants of the forward kernel in one go on a Hopper GPU, beside FA3 and cuDNN.
 
-    python scripts/tune.py OUT.json [--only REGEX] [--seqlen 16384] [--tokens 16384]
-    python scripts/tune.py OUT.json --turns cute_attn/plan.py     # measure where turns pay, write it there
+    python scripts/tune.py OUT.json [--only REGEX] [--seqlen 16384] [--tokens 16384] [--sustain SECONDS]
 
 Every variant of `VARIANTS` runs in a process of its own: the processes compile at the same time, then take
 turns at the GPU (a file lock), and a turn longer than `--turn` seconds kills its process, so that a hung
 kernel costs one variant. A variant is timed only after its outputs agreed with float64 attention on the
 dequantised inputs. The table goes to the terminal, the rows to OUT.json.
+
+Thirty launches fit into the time in which the GPU may exceed its power limit; with `--sustain` launches follow
+one another for so long that it may not, and the rows also give the SM clock and the power.
 """
 
 from __future__ import annotations
@@ -24,14 +26,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from cute_attn.kernels.config import FwdConfig
-from cute_attn.plan import TILES, forward_config
+from cute_attn.plan import forward_config
 
 E4M3, INT8 = "e4m3", "int8"
 
 
-def _cfg(
-    d: int, n: int, qk: str = E4M3, how: str = "s", causal: bool = False, p: str = "code", **more
-) -> FwdConfig:
+def _cfg(d: int, n: int, qk: str = E4M3, causal: bool = False, p: str = "code", **more) -> FwdConfig:
     base = FwdConfig(
         head_dim=d,
         tile_m=128,
@@ -41,9 +41,6 @@ def _cfg(
         p_rounding=p,
         causal=causal,
         out_dtype="bf16",
-        overlap="o" in how,
-        pingpong="p" in how,
-        pv_splits=2 if d == 256 else 1,
     )
     return replace(base, **more)
 
@@ -52,11 +49,21 @@ THREE = {"tile_m": 192, "consumer_regs": 160, "producer_regs": 32}  # three cons
 VARIANTS: list[FwdConfig] = []
 for _qk in (E4M3, INT8):
     for _causal in (False, True):
-        for _d in (64, 128, 256):
-            _shipped = forward_config(_d, _qk, _causal, "code", "bf16")
-            VARIANTS += [replace(_shipped, pingpong=False), replace(_shipped, pingpong=True)]
-        VARIANTS += [_cfg(64, 256, _qk, "s", _causal), _cfg(64, 128, _qk, "s", _causal, kv_stages=4, **THREE)]
-        VARIANTS += [_cfg(128, 128, _qk, how, _causal) for how in ("o", "op")]
+        VARIANTS += [forward_config(d, _qk, _causal, "code", "bf16") for d in (64, 128, 256)]
+        VARIANTS += [
+            _cfg(64, 128, _qk, _causal, kv_stages=4, **THREE),
+            _cfg(64, 128, _qk, _causal, kv_stages=4, qk_splits=2, **THREE),
+            _cfg(64, 256, _qk, _causal),
+            _cfg(64, 256, _qk, _causal, qk_splits=4),
+            _cfg(128, 256, _qk, _causal),
+            _cfg(128, 256, _qk, _causal, qk_splits=2),
+            _cfg(128, 256, _qk, _causal, qk_splits=4),
+            _cfg(128, 256, _qk, _causal, qk_splits=2, pv_splits=4),
+            _cfg(256, 128, _qk, _causal, pv_splits=2),
+            _cfg(256, 128, _qk, _causal, qk_splits=2, pv_splits=2),
+            _cfg(256, 128, _qk, _causal, pv_splits=4),
+            _cfg(256, 128, _qk, _causal, qk_splits=2, pv_splits=4),
+        ]
 VARIANTS = list(dict.fromkeys(VARIANTS))
 PEERS = [
     f"{name} d{d} {mask}" for name in ("fa3", "cudnn") for d in (64, 128, 256) for mask in ("full", "causal")
@@ -71,7 +78,7 @@ CHECKS = (  # batch, seqlen_q, seqlen_k, heads_q, heads_k
 )
 
 
-def _time(fn, rounds: int = 30) -> tuple[float, float, float]:
+def _time(fn, rounds: int = 30) -> dict[str, float]:
     import torch
 
     for _ in range(5):
@@ -85,7 +92,37 @@ def _time(fn, rounds: int = 30) -> tuple[float, float, float]:
         end.record()
     torch.cuda.synchronize()
     times = sorted(start.elapsed_time(end) for start, end in events)
-    return times[len(times) // 2], times[0], times[-1]
+    return {"ms": times[len(times) // 2], "ms_min": times[0], "ms_max": times[-1]}
+
+
+def _sustain(fn, seconds: float) -> dict[str, float]:
+    """Mean time of launches that go on for `seconds`; clock (MHz) and power (W) over their second half."""
+    import torch
+
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw.instant", "--format=csv,noheader,nounits"]
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    fn()
+    torch.cuda.synchronize()
+    count, begin, monitor = 0, time.time(), None
+    start.record()
+    while time.time() - begin < seconds:
+        if monitor is None and time.time() - begin > seconds / 2:
+            monitor = subprocess.Popen([*query, "-lms", "20"], stdout=subprocess.PIPE, text=True)
+        for _ in range(20):
+            fn()
+        count += 20
+        torch.cuda.synchronize()
+    end.record()
+    torch.cuda.synchronize()
+    assert monitor is not None
+    monitor.terminate()
+    samples = [tuple(map(float, line.split(","))) for line in monitor.communicate()[0].splitlines()]
+    clocks, powers = zip(*samples[:-1], strict=True)  # the last may have come when all was done
+    return {
+        "ms": start.elapsed_time(end) / count,
+        "sm_clock_mhz": sum(clocks) / len(clocks),
+        "power_w": sum(powers) / len(powers),
+    }
 
 
 def _rel(a, b) -> float:
@@ -125,7 +162,7 @@ def _check(cfg: FwdConfig, recipe, launch_forward, quantize_reference, attention
     return {"rel_rmse": worst, "lse_err": lse_worst, "rel_rmse_131k": _rel(out, ref)}
 
 
-def _worker(what: str, seqlen: int, tokens: int, turn: int, lock: str, check: bool) -> dict:
+def _worker(what: str, seqlen: int, tokens: int, turn: int, lock: str, sustain: float) -> dict:
     import torch
 
     row: dict = {"variant": what}
@@ -153,8 +190,7 @@ def _worker(what: str, seqlen: int, tokens: int, turn: int, lock: str, check: bo
         shape = (batch, seqlen, heads, head_dim)
         q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         if not peer:
-            if check:
-                row.update(_check(cfg, recipe, launch_forward, quantize_reference, attention))
+            row.update(_check(cfg, recipe, launch_forward, quantize_reference, attention))
             qkv = quantize_reference(q, k, v, recipe)
 
             def run() -> object:
@@ -178,43 +214,10 @@ def _worker(what: str, seqlen: int, tokens: int, turn: int, lock: str, check: bo
 
             q8, k8, v8 = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
             run = cudnn_fp8_runner(q8, k8, v8, causal=causal, softmax_scale=head_dim**-0.5)
-        ms, low, high = _time(run)
-        row.update(ms=ms, ms_min=low, ms_max=high, tflops=flops / ms / 1e9)
+        row.update(_sustain(run, sustain) if sustain else _time(run))
+        row["tflops"] = flops / row["ms"] / 1e9
         signal.alarm(0)
     return row
-
-
-def _is_shipped(cfg: FwdConfig) -> bool:
-    """Is it the table's tile for its problem, but for ping-pong?"""
-    shipped = forward_config(cfg.head_dim, cfg.qk_dtype, cfg.causal, cfg.p_rounding, cfg.out_dtype)
-    return replace(shipped, pingpong=cfg.pingpong) == cfg
-
-
-def write_turns(path: Path, tflops: dict[str, float], gain: float = 1.015) -> None:
-    """Set `turns` of each row of the tile table to the cells in which ping-pong was faster by `gain`."""
-    rows = [tile for tile in TILES if tile.head_dim < 256 and "code" in tile.p_roundings]
-    found = []
-    for tile in rows:
-        cells = []
-        for head_dim, qk, causal, p in tile.keys:
-            if p != "code":
-                continue
-            plain = replace(forward_config(head_dim, qk, causal, p, "bf16"), pingpong=False)
-            with_turns = replace(plain, pingpong=True)
-            ratio = tflops.get(with_turns.name, 0.0) / tflops.get(plain.name, 1e9)
-            print(f"turns at {plain.name}: {ratio:.3f}")
-            if ratio > gain:
-                cells.append((qk, causal))
-        found.append(tuple(cells))
-    text = path.read_text()
-    parts = re.split(r"turns=\(.*?\),\n", text)
-    if len(parts) != len(found) + 1:
-        raise RuntimeError(f"{path} has {len(parts) - 1} rows with turns, the table {len(found)}")
-    joined = parts[0]
-    for cells, part in zip(found, parts[1:], strict=True):
-        literal = repr(cells).replace("'", '"')
-        joined += f"turns={literal},\n{part}"
-    path.write_text(joined)
 
 
 def main() -> int:
@@ -228,28 +231,20 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--turn", type=int, default=40, help="seconds a variant may hold the GPU")
     parser.add_argument("--jobs", type=int, default=14)
-    parser.add_argument(
-        "--turns", type=Path, help="time head_dim 64 and 128 alone; rewrite `turns` of this file"
-    )
+    parser.add_argument("--sustain", type=float, default=0.0, help="seconds of launches without a pause")
     parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--lock", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         print(
             "ROW "
-            + json.dumps(
-                _worker(args.worker, args.seqlen, args.tokens, args.turn, args.lock, not args.turns)
-            ),
+            + json.dumps(_worker(args.worker, args.seqlen, args.tokens, args.turn, args.lock, args.sustain)),
             flush=True,
         )
         return 0
     lock = args.lock or tempfile.mktemp(prefix="cute_attn_gpu_")
-    if args.turns:
-        cells = {(c.name, c.pingpong): c for c in VARIANTS if _is_shipped(c) and c.head_dim < 256}
-        todo = [json.dumps(vars(c)) for c in cells.values()]
-    else:
-        todo = [p for p in PEERS if re.search(args.only, p)]
-        todo += [json.dumps(vars(c)) for c in VARIANTS if re.search(args.only, c.name)]
+    todo = [p for p in PEERS if re.search(args.only, p)]
+    todo += [json.dumps(vars(c)) for c in VARIANTS if re.search(args.only, c.name)]
     running: list[tuple[str, subprocess.Popen]] = []
     rows: list[dict] = []
     while todo or running:
@@ -257,7 +252,7 @@ def main() -> int:
             what = todo.pop(0)
             command = [sys.executable, __file__, str(args.out), "--worker", what, "--lock", lock]
             command += ["--seqlen", str(args.seqlen), "--tokens", str(args.tokens), "--turn", str(args.turn)]
-            command += ["--turns", str(args.turns)] if args.turns else []
+            command += ["--sustain", str(args.sustain)]
             running.append(
                 (what, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
             )
@@ -275,13 +270,12 @@ def main() -> int:
             print(f"{name:70s} FAILED {row['error']}", flush=True)
         else:
             errors = [f"{k} {row[k]:.2e}" for k in ("rel_rmse", "rel_rmse_131k", "lse_err") if k in row]
+            errors += [f"{k} {row[k]:.0f}" for k in ("sm_clock_mhz", "power_w") if k in row]
             print(
                 f"{row['variant']:70s} {row['tflops']:7.0f} TFLOP/s  {row['ms']:.3f} ms  {'  '.join(errors)}",
                 flush=True,
             )
         args.out.write_text(json.dumps(rows, indent=1))
-    if args.turns:
-        write_turns(args.turns, {r["variant"]: r["tflops"] for r in rows if "error" not in r})
     return int(any("error" in r for r in rows))
 
 

@@ -24,7 +24,7 @@ from cute_attn.bench import cases, figures, lengths, peers, record, report, timi
 from cute_attn.kernels.config import FwdConfig, QuantizeConfig
 
 CASE = cases.Case(batch=2, seqlen_q=200, seqlen_k=200, heads_q=4, heads_k=2, head_dim=64, causal=True)
-FWD = FwdConfig(128, 128, 256, 2, "e4m3", "code", True, "bf16", overlap=False, pingpong=False)
+FWD = FwdConfig(128, 128, 256, 2, "e4m3", "code", True, "bf16")
 QUANTIZE = QuantizeConfig(128, "bf16", "e4m3", "token", "block64", "block", rotate=True, smooth=True)
 
 
@@ -668,7 +668,7 @@ def kernel_figures(config: Any, **changes: Any) -> SimpleNamespace:
 
 def test_tile_steps_count_what_the_mask_leaves() -> None:
     case = cases.Case(1, 1024, 1024, 2, 2, 128, True)
-    full = FwdConfig(128, 128, 256, 2, "e4m3", "code", False, "bf16", overlap=False, pingpong=False)
+    full = FwdConfig(128, 128, 256, 2, "e4m3", "code", False, "bf16")
     assert figures.tile_steps(full, case) == 2 * 8 * 4
     assert figures.tile_steps(FWD, case) == 2 * (1 + 1 + 2 + 2 + 3 + 3 + 4 + 4)
     # 100 queries at the end of 300 keys see 201 to 300 of them; 300 queries over 100 keys: 200 rows see none

@@ -22,6 +22,8 @@ from cute_attn import cache, plan
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelFigures
 from cute_attn.kernels.config import REGISTERS_PER_SM, SMEM_LIMIT, FwdConfig, QuantizeConfig
+from cute_attn.quantize import PRESETS
+from cute_attn.validate import HEAD_DIMS
 
 FORWARD, QUANTISE = plan.all_forward_configs(), plan.all_quantize_configs()
 
@@ -144,7 +146,7 @@ def test_threads_compile_a_kernel_once(fresh: None, monkeypatch: pytest.MonkeyPa
 
 
 def test_failed_compilations_are_not_remembered(fresh: None, cache_folder: Path) -> None:
-    impossible = FwdConfig(64, 128, 192, 2, "e4m3", "code", False, "bf16", overlap=False, pingpong=False)
+    impossible = FwdConfig(64, 128, 192, 2, "e4m3", "code", False, "bf16")
     for _ in range(2):
         with pytest.raises(ValueError, match="tile_n must be a multiple of 64 that divides 256, got 192"):
             compiler.compile_kernel(impossible)
@@ -211,3 +213,67 @@ def test_next_process_loads_from_disk(config: str, args: str, cache_folder: Path
     assert "expected device_type=cuda" in first[2]
     assert second[2] == first[2]
     assert entry.with_suffix(".json").is_file()
+
+
+# -- ahead of use --------------------------------------------------------------------------------------------
+
+
+def test_command_fills_the_cache(
+    cache_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of the four kernels that the default recipe wants for one head_dim and dtype, and again from disk."""
+    wanted = compiler._chosen(["default"], [64], ["bf16"])
+    assert [config.name for config in wanted] == [
+        plan.quantize_config(PRESETS["default"], 64, "bf16").name,
+        plan.forward_config(64, "int8", False, "code", "bf16").name,
+        plan.forward_config(64, "int8", True, "code", "bf16").name,
+        plan.transpose_config(64).name,
+    ]
+    monkeypatch.setattr(compiler, "_chosen", lambda *args: [wanted[0], wanted[3]])
+    for _ in range(2):
+        assert compiler.main(["--head-dim", "64", "--dtype", "bf16", "--jobs", "2"]) == 0
+        text = capfd.readouterr().out
+        assert f"2 of 2 kernels for sm_90a in {cache_folder}" in text and wanted[0].name in text
+        assert len(list(cache_folder.glob("*.o"))) == 2
+
+
+def test_all_recipes_and_dtypes_are_all_kernels() -> None:
+    chosen = compiler._chosen(list(PRESETS), list(HEAD_DIMS), ["bf16", "fp16"])
+    named = {(recipe.qk_dtype, recipe.p_rounding) for recipe in PRESETS.values()}
+    forward = {config for config in FORWARD if (config.qk_dtype, config.p_rounding) in named}
+    assert set(chosen) == forward | set(QUANTISE)
+
+
+def test_command_says_what_failed(
+    cache_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impossible = FwdConfig(64, 128, 192, 2, "e4m3", "code", False, "bf16")
+    monkeypatch.setattr(compiler, "_chosen", lambda *args: [impossible])
+    assert compiler.main(["--jobs", "1"]) == 1
+    text = capfd.readouterr().out
+    assert "FAILED: ValueError: tile_n must be a multiple of 64" in text and "0 of 1 kernels" in text
+
+
+def test_command_without_a_cache_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUTE_ATTN_DISABLE_DISK_CACHE", "1")
+    assert compiler.main([]) == 1
+    assert "the disk cache is off" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (["--arch", "sm_80"], "sm_80"),
+        (["--recipe", "fast"], "'fast' is not among naive, paper, fp8, accurate, default"),
+        (["--head-dim", "96"], "96 is not among 64, 128, 256"),
+        (["--dtype", "bf16,fp8"], "'fp8' is not among bf16, fp16"),
+        (["--jobs", "0"], "must be at least 1, got 0"),
+    ],
+)
+def test_command_refuses(argument: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        compiler.main(argument)
+    assert caught.value.code == 2
+    assert message in capfd.readouterr().err

@@ -134,6 +134,9 @@ class PoisonedTorch:
             x.view(torch.uint8).fill_(0x80 if x.dtype == torch.int8 else 0xFF)
         return x
 
+    def empty_like(self, x: Tensor) -> Tensor:
+        return self.empty(x.shape, dtype=x.dtype, device=x.device)
+
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,11 +173,13 @@ def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def check_quantiser(q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe) -> None:
+def check_quantiser(
+    q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, *, k_mean: Tensor | None = None
+) -> None:
+    """Kernels against the reference, each with its own mean key where none is given: equal bits."""
     config = quantize_config(recipe, q.shape[3], DTYPE_NAMES[q.dtype])
-    mean = mean_key(k) if recipe.smooth_k else None
-    got = launch.launch_quantize(q, k, v, recipe, config, k_mean=mean)
-    want = quantize_reference(q, k, v, recipe, k_mean=mean)
+    got = launch.launch_quantize(q, k, v, recipe, config, k_mean=k_mean)
+    want = quantize_reference(q, k, v, recipe, k_mean=k_mean)
     for name in ("q", "k", "vt"):
         x, y = getattr(got, name), getattr(want, name)
         assert x.dtype == y.dtype and x.shape == y.shape, name
@@ -190,6 +195,7 @@ def check_quantiser(q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe) -> None:
     else:
         assert got.q_dot_mean is not None
         # float32 sums in another order: the bound is that of the terms, which may cancel
+        mean = mean_key(k) if k_mean is None else k_mean
         terms = q.double() * mean.repeat_interleave(q.shape[2] // k.shape[2], dim=1).unsqueeze(1)
         exact, size = (x.sum(dim=-1).transpose(1, 2) for x in (terms, terms.abs()))
         assert torch.equal(got.q_dot_mean.isfinite(), want.q_dot_mean.isfinite())
@@ -204,6 +210,17 @@ def test_quantiser(name: str, head_dim: int) -> None:
     for shape in (*SHAPES, (1, 513, 512, 3, 3)):
         for gain in (1.0, 300.0):
             check_quantiser(*(gain * x for x in tensors(shape, head_dim)), PRESETS[name])
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_mean_key_of_the_kernel(head_dim: int) -> None:
+    """Sums over one chunk and many, of one step and several; and a given mean, which is none of K's own."""
+    for seqlen_k in (1, 16, 17, 1024, 1025, 4000, 16384, 16385, 50000):
+        q, k, v = tensors((2, 3, seqlen_k, 2, 1), head_dim)
+        check_quantiser(q, k + 3.0, v, PRESETS["accurate"])
+    q, k, v = tensors((2, 130, 333, 4, 2), head_dim)
+    given = torch.randn(2, head_dim, 2, device=DEVICE).transpose(1, 2)
+    check_quantiser(q, k, v, PRESETS["fp8"], k_mean=given)
 
 
 def test_quantiser_of_fp16() -> None:

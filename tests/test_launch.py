@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import launch
-from cute_attn.kernels.config import K_SCALE_PAD
+from cute_attn.kernels.config import K_SCALE_PAD, QUANTIZE_ROWS_LIMIT
 from cute_attn.plan import forward_config, quantize_config
 from cute_attn.quantize import PRESETS, from_fp8
 
@@ -53,8 +53,29 @@ def test_dtypes_of_the_arguments(name: str, default: torch.dtype, calls: list[tu
     operands = [code, code, torch.float8_e4m3fn]
     quantizing, forward = calls
     f32 = torch.float32
+    *quantizing, chunk, count = quantizing
     assert [x.dtype for x in quantizing] == [torch.bfloat16] * 3 + [f32] * 5 + operands + [f32] * 4
+    assert (chunk, count) == (
+        (64, 21) if recipe.smooth_k else (0, 1)
+    )  # 21 of 333 keys are samples: one chunk
     assert [x.dtype for x in forward[:9]] == [*operands, *[f32] * 4, torch.bfloat16, f32]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_what_the_mean_key_is_made_of(given: bool, calls: list[tuple[Any, ...]]) -> None:
+    """Room for the sums of the chunks, or the mean itself as the only sum of one sample."""
+    q, k, v = inputs()
+    k = k.repeat(1, 40, 1, 1)  # 13320 keys: 833 samples in 14 chunks
+    v = v.repeat(1, 40, 1, 1)
+    recipe = PRESETS["accurate"]
+    mean = torch.randn(2, 2, 64, dtype=torch.float32) if given else None
+    launch.launch_quantize(q, k, v, recipe, quantize_config(recipe, 64, "bf16"), k_mean=mean)
+    (args,) = calls
+    sums, chunk, count = args[4], *args[-2:]
+    if mean is None:
+        assert (sums.shape, chunk, count) == ((2, 14, 2, 64), 64, 833)
+    else:
+        assert torch.equal(sums, mean.unsqueeze(1)) and (chunk, count) == (0, 1)
 
 
 def test_rows_of_k_scales_are_readable_to_the_pad(calls: list[tuple[Any, ...]]) -> None:
@@ -77,3 +98,13 @@ def test_rows_of_k_scales_are_readable_to_the_pad(calls: list[tuple[Any, ...]]) 
             padded.storage_offset() + (batch - 1) * padded.stride(0) + (heads - 1) * padded.stride(1) + width
         )
         assert end <= padded.untyped_storage().nbytes() // 4
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_sequences_past_the_grid_are_refused(name: str, calls: list[tuple[Any, ...]]) -> None:
+    config, recipe = quantize_config(PRESETS["default"], 64, "bf16"), PRESETS["default"]
+    rows = {"q": 1, "k": 1} | {name: QUANTIZE_ROWS_LIMIT + 1}
+    q, k = (torch.empty(1, 1, 1, 64, dtype=torch.bfloat16).expand(1, rows[x], 1, 64) for x in "qk")
+    with pytest.raises(ValueError, match=f"{name} has 33553921 rows; the quantiser takes at most 33553920"):
+        launch.launch_quantize(q, k, k, recipe, config)
+    assert not calls

@@ -108,10 +108,8 @@ def test_every_choice_of_a_row_reaches_the_kernel() -> None:
     assert chosen | keys == {field.name for field in dataclasses.fields(FwdConfig)}
     for tile in plan.TILES:
         for key in tile.keys:
-            _, qk_dtype, causal, p_rounding = key
             config = plan.forward_config(*key, "fp16")
             expected = {name: getattr(tile, name) for name in chosen}
-            expected["pingpong"] |= p_rounding == "code" and (qk_dtype, causal) in tile.turns
             assert {name: getattr(config, name) for name in chosen} == expected
             assert (config.head_dim, config.qk_dtype, config.causal, config.p_rounding) == key
             assert config.out_dtype == "fp16"
@@ -129,6 +127,27 @@ def test_forward_configs_keep_the_budgets(config: FwdConfig) -> None:
     assert config.producer_regs <= REGISTERS_PER_SM // config.threads <= config.consumer_regs <= 255
     assert config.tile_n % 64 == 0  # whole K scale groups
     assert 256 % config.tile_n == 0  # one V scale for each tile
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"head_dim": 96}, "head_dim must be 64, 128 or 256, got 96"),
+        ({"tile_m": 256}, "tile_m must be 64, 128 or 192, got 256"),
+        ({"tile_n": 96}, "tile_n must be a multiple of 64 that divides 256, got 96"),
+        ({"pv_splits": 3}, "pv_splits must be 1, 2 or 4, got 3"),
+        ({"qk_splits": 3}, "qk_splits must leave a multiple of 64 keys, got 3"),
+        ({"qk_splits": 8}, "qk_splits must leave a multiple of 64 keys, got 8"),
+        ({"qk_splits": 2, "p_rounding": "ex2"}, "qk_splits must be 1 with 'ex2'"),
+        ({"kv_stages": 4}, "shared memory [0-9]+ bytes exceeds 232448"),
+        ({"consumer_regs": 256}, "registers exceed"),
+    ],
+)
+def test_configs_that_cannot_be_built_are_refused(changed: dict[str, Any], message: str) -> None:
+    good = FwdConfig(128, 128, 256, 2, "e4m3", "code", False, "bf16")
+    good.check()
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(good, **changed).check()
 
 
 def test_rows_say_why() -> None:

@@ -21,6 +21,7 @@ from cute_attn.quantize import (
     QuantizedQKV,
     amax_scale,
     from_fp8,
+    mean_chunks,
     mean_key,
     permute_v,
     quantize_reference,
@@ -395,6 +396,37 @@ def test_smoothing_term_and_mean() -> None:
         q, (k.float() - other[:, None]), v, dataclasses.replace(PRESETS["accurate"], smooth_k=False)
     )
     assert torch.equal(shifted.k, back.k) and torch.equal(shifted.k_scale, back.k_scale)
+
+
+@pytest.mark.parametrize("seqlen", [1, 16, 17, 300, 1024, 1025, 5000, 16384, 16385, 40000])
+def test_mean_key_is_summed_in_the_documented_order(seqlen: int) -> None:
+    """Lanes step by step, the lanes of a chunk, the chunks, one division: as scalars, and near the exact mean."""
+    k = (torch.randn(1, seqlen, 1, 4) + 2.0).bfloat16()
+    chunk, chunks = mean_chunks(seqlen)
+    samples = k[0, ::16, 0].float().numpy()
+    assert chunk % 64 == 0 and chunks <= 16 and (chunks - 1) * chunk < len(samples) <= chunks * chunk
+    total = np.zeros(4, np.float32)
+    for start in range(0, len(samples), chunk):
+        part = np.zeros(4, np.float32)
+        for lane in range(16):
+            of_lane = np.zeros(4, np.float32)
+            for sample in samples[start : start + chunk][lane::16]:
+                of_lane += sample
+            part += of_lane
+        total += part
+    mean = mean_key(k)[0, 0]
+    assert np.array_equal(mean.numpy(), total / np.float32(len(samples)))
+    torch.testing.assert_close(mean.double(), k[0, ::16, 0].double().mean(dim=0), rtol=1e-6, atol=1e-6)
+
+
+def test_mean_key_of_no_keys_and_of_bad_keys() -> None:
+    assert torch.equal(mean_key(torch.zeros(2, 0, 3, 8).half()), torch.zeros(2, 3, 8))
+    k = torch.zeros(1, 3000, 2, 8)
+    k[0, 16 * 100, 1, 3] = math.nan
+    k[0, 17, 0, 0] = math.inf  # no sample
+    want = torch.zeros(1, 2, 8)
+    want[0, 1, 3] = math.nan
+    torch.testing.assert_close(mean_key(k), want, equal_nan=True, rtol=0, atol=0)
 
 
 def test_smoothing_removes_a_common_key() -> None:

@@ -231,7 +231,7 @@ class FwdSm90:
             cute.arch.setmaxregister_increase(cfg.consumer_regs)
             policy = self.policy
             qk_mma = policy.qk_mma()
-            qk_thread = qk_mma.get_slice(tid)
+            qk_thread = qk_mma.get_slice(warpgroup * 128)  # uniform in a warp, and so are Q's descriptors
             frags = (
                 qk_mma.make_fragment_A(qk_thread.partition_A(s_q)),
                 qk_mma.make_fragment_B(qk_thread.partition_B(s_k)),
@@ -252,7 +252,6 @@ class FwdSm90:
             state = policy.new_state()
             out = policy.new_output(tid)
             v_scale = self.mainloop.consume(
-                warpgroup,
                 frags,
                 (q_scale, m_k_scale[None, head_k, batch], m_v_scale[None, head_k, batch]),
                 (state, limits),

@@ -44,11 +44,7 @@ from ..config import K_SCALE_GROUP, SUM_ROWS, FwdConfig
 
 F8 = cutlass.Float8E4M3FN
 
-# An s32 accumulator that starts at the bits of 12582912.0f (1.5 * 2^23) ends as the float 12582912 + dot, for
-# |dot| < 2^22 (127^2 * 256 = 4129024 fits): no conversion instruction. The FMA that applies the scale drops it.
-INT8_OFFSET = 12582912.0
-INT8_OFFSET_BITS = 0x4B400000
-
+ROUND_MAGIC = 12582912.0  # 1.5 * 2^23: added and subtracted, it rounds to an integer
 ROUND_LIMIT = 4194304.0  # 2^22: beyond it adding and subtracting 1.5 * 2^23 no longer rounds to an integer
 
 # P is held times 2^lift, which the row sum cancels. e4m3 ends at 2^8.8 and has no normal numbers below 2^-6: a high
@@ -86,6 +82,12 @@ def product_rn(a: Float32, b: Float32) -> Float32:
 
 
 @cute.jit
+def opaque_zero() -> Float32:
+    """Zero, set where it is called: a constant would be set behind the fence of the product that names it."""
+    return cute.arch.inline_ptx("mov.f32 {$w0}, 0f00000000;", write_only_types=[Float32])
+
+
+@cute.jit
 def max_pair(a: Uint32, b: Uint32) -> Uint32:
     """Maximum of each half; ptxas joins two of them into one instruction."""
     return cute.arch.inline_ptx(
@@ -104,7 +106,7 @@ def code_word(low: Uint32, high: Uint32) -> Uint32:
 @cute.jit
 def rows(acc: cute.Tensor) -> cute.Tensor:
     """A warpgroup accumulator ((2, 2, n/8), 1, 1) as (2 rows, (2, n/8) columns) of the thread."""
-    return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, acc.shape[0][2])), stride=(2, (1, 4))))
+    return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, cute.size(acc) // 4)), stride=(2, (1, 4))))
 
 
 class Fp8Policy:
@@ -114,6 +116,7 @@ class Fp8Policy:
         self.cfg = cfg
         self.qk_type = F8 if cfg.qk_dtype == "e4m3" else Int8
         self.int8 = cfg.qk_dtype == "int8"
+        self.part_keys = cfg.tile_n // cfg.qk_splits
         self.code = cfg.p_rounding == "code"
         self.lse_bias = CODE_LSE_BIAS if self.code else 0.0
         self.lift = LIFT[cfg.p_rounding]
@@ -122,13 +125,14 @@ class Fp8Policy:
         # rows of V^T that each partial product takes; the last one has the rows of ones and zeros
         part = cfg.head_dim // cfg.pv_splits
         self.pv_rows = [part] * (cfg.pv_splits - 1) + [part + SUM_ROWS]
+        self.pv_depth = 1 if cfg.pv_splits <= 2 else 2  # products P V in flight
         # index, in `rows` of the last part, of the row sum (lanes l % 4 == 0)
         self.sum_column = part // 8 * 2
 
     # -- operands ---------------------------------------------------------------------------------------------
 
     def qk_mma(self) -> cute.TiledMma:
-        shape = (64, self.cfg.tile_n)
+        shape = (64, self.part_keys)
         k_major = OperandMajorMode.K
         if self.int8:
             op = wg.MmaI8Op(Int8, Int8, Int32, shape, wg.OperandSource.SMEM, k_major, k_major)
@@ -198,42 +202,85 @@ class Fp8Policy:
 
     # -- products ---------------------------------------------------------------------------------------------
 
-    def new_scores(self) -> cute.Tensor:
-        """Accumulator of S; `as_float` is its float32 view."""
-        shape = self.qk_mma().get_slice(0).partition_shape_C((self.cfg.tile_m, self.cfg.tile_n))
-        return cute.make_rmem_tensor(shape, Int32 if self.int8 else Float32)
+    def new_scores(self) -> list:
+        """Accumulators of S, one for each part of the keys, float32; see `to_float`."""
+        shape = self.qk_mma().get_slice(0).partition_shape_C((self.cfg.tile_m, self.part_keys))
+        return [cute.make_rmem_tensor(shape, Float32) for _ in range(self.cfg.qk_splits)]
 
-    def as_float(self, acc: cute.Tensor) -> cute.Tensor:
-        return cute.recast_tensor(acc, Float32) if self.int8 else acc
+    def new_slots(self) -> list:
+        """Registers for the parts of T = P V that are in flight, each for the largest part."""
+        slots = []
+        for _ in range(self.pv_depth):
+            slot = cute.make_rmem_tensor(max(self.pv_rows) // 2, Float32)
+            if self.cfg.pv_splits > self.pv_depth:
+                # A longer part after shorter ones names registers that have held nothing: they are set, or to the
+                # compiler they are in use since the start of the kernel, and products wait for one another.
+                for i in range(min(self.pv_rows) // 2, max(self.pv_rows) // 2):
+                    slot[i] = opaque_zero()
+            slots.append(slot)
+        return slots
+
+    def slot_view(self, slot: cute.Tensor, part: int) -> cute.Tensor:
+        """The accumulator of one part of T in a slot."""
+        n = self.pv_rows[part]
+        return cute.make_tensor(
+            slot.iterator, cute.make_layout(((2, 2, n // 8), 1, 1), stride=((1, 2, 4), 0, 0))
+        )
 
     @cute.jit
-    def scores(self, acc: cute.Tensor, q_frag: cute.Tensor, k_frag: cute.Tensor, stage: Int32):
-        """Issue S = Q K^T of the tile in `stage` (not waited for)."""
+    def to_float(self, s: cute.Tensor):
+        """int32 results of an int8 product, exact in float32, converted in place; nothing to do for e4m3."""
+        if const_expr(self.int8):
+            ints = cute.recast_tensor(s, Int32)
+            for i in cutlass.range_constexpr(cute.size(s)):
+                s[i] = ints[i].to(Float32)
+
+    @cute.jit
+    def scores(
+        self,
+        part: cutlass.Constexpr,
+        acc: cute.Tensor,
+        q_frag: cute.Tensor,
+        k_frag: cute.Tensor,
+        stage: Int32,
+    ):
+        """Issue S = Q K^T of one part of the keys of the tile in `stage` (not waited for)."""
         mma = self.qk_mma()  # a fresh atom: ACCUMULATE set here must not leak out of a loop body
         if const_expr(self.int8):
-            acc.fill(INT8_OFFSET_BITS)
-        mma.set(wg.Field.ACCUMULATE, self.int8)
+            acc = cute.recast_tensor(acc, Int32)
+        mma.set(wg.Field.ACCUMULATE, False)
         wg.fence()
         for kb in cutlass.range_constexpr(cute.size(q_frag, mode=[2])):
-            cute.gemm(mma, acc, q_frag[None, None, kb], k_frag[None, None, kb, stage], acc)
+            keys = k_frag[None, part, kb, stage]
+            keys = cute.make_tensor(keys.iterator, cute.append(keys.layout, cute.make_layout(1)))
+            cute.gemm(mma, acc, q_frag[None, None, kb], keys, acc)
             mma.set(wg.Field.ACCUMULATE, True)
         wg.commit_group()
 
     @cute.jit
     def product(
-        self, part: cutlass.Constexpr, p: cute.Tensor, v_frag: cute.Tensor, stage: Int32
-    ) -> cute.Tensor:
-        """Issue T = P V of one part for the tile in `stage`, into a fresh accumulator (not waited for)."""
-        n = self.pv_rows[part]
-        mma = self.pv_mma(n)
-        acc = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((self.cfg.tile_m, n)), Float32)
-        mma.set(wg.Field.ACCUMULATE, False)
+        self,
+        part: cutlass.Constexpr,
+        p: cute.Tensor,
+        v_frag: cute.Tensor,
+        stage: Int32,
+        slot: cute.Tensor,
+        reuse,
+    ):
+        """Issue T = P V of one part for the tile in `stage` (not waited for).
+
+        reuse  None, or a run-time False where the slot held a part that has been folded. As the value of "accumulate"
+               it makes the old part an operand that is not used: so the compiler overwrites its registers, and only
+               when the fold has read them. With a constant it issues first and wants registers for a third part.
+        """
+        mma = self.pv_mma(self.pv_rows[part])
+        acc = self.slot_view(slot, part)
+        mma.set(wg.Field.ACCUMULATE, False if const_expr(reuse is None) else reuse)
         wg.fence()
         for kb in cutlass.range_constexpr(cute.size(p, mode=[2])):
             cute.gemm(mma, acc, p[None, None, kb], v_frag[None, None, kb, stage], acc)
             mma.set(wg.Field.ACCUMULATE, True)
         wg.commit_group()
-        return acc
 
     # -- softmax ----------------------------------------------------------------------------------------------
 
@@ -241,7 +288,7 @@ class Fp8Policy:
     def softmax_ex2(self, acc: cute.Tensor, state, q_scale: cute.Tensor, k_scale: cute.Tensor):
         """Scores -> P in place (float32, not yet rounded); updates reference and rescale factor of each row.
 
-        acc      scores of the tile, masked ones -inf (int8: every one carries INT8_OFFSET)
+        acc      scores of the tile, masked ones -inf
         state    see `new_state`; rescale is set to 2^(old - new reference)
         q_scale  (2,) q_scale * softmax_scale * log2(e);  k_scale (tile_n / 64,)
         """
@@ -254,8 +301,6 @@ class Fp8Policy:
             for g in cutlass.range_constexpr(groups):
                 factor = self.factor(q_scale[r], k_scale[g])
                 for i in cutlass.range_constexpr(g * per_group, (g + 1) * per_group):
-                    if const_expr(self.int8):
-                        s[r, i] = s[r, i] - Float32(INT8_OFFSET)
                     # not fused with the subtraction below: the largest must meet its own rounding there, or huge
                     # logits miss it by whole octaves
                     s[r, i] = product_rn(s[r, i], factor)
@@ -283,51 +328,66 @@ class Fp8Policy:
     @cute.jit
     def integral(self, x: Float32) -> Float32:
         """x rounded to an integer; as it is beyond 2^22, and for NaN and infinities."""
-        rounded = (x + Float32(INT8_OFFSET)) - Float32(INT8_OFFSET)
+        rounded = (x + Float32(ROUND_MAGIC)) - Float32(ROUND_MAGIC)
         return rounded if cute.arch.fmax(x, -x) < Float32(ROUND_LIMIT) else x
 
     @cute.jit
     def softmax_code(
-        self, acc: cute.Tensor, pairs: cute.Tensor, state, q_scale: cute.Tensor, k_scale: cute.Tensor
+        self,
+        part: cutlass.Constexpr,
+        acc: cute.Tensor,
+        pairs: cute.Tensor,
+        state,
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,
     ):
         """Scores -> codes of P, two in a register; moves a row's reference only where it must.
 
-        acc      scores of the tile, masked ones -inf (int8: every one carries INT8_OFFSET); overwritten
+        acc      scores of one part of the tile, masked ones -inf; overwritten
         pairs    (tile_n / 4,) out: codes in the order of the accumulator, the row of pair i is i % 2
-        state    see `new_state`; rescale is set to 2^(old - new reference)
+        state    see `new_state`; rescale is set to 2^(old - new reference) over the parts of a tile
         q_scale  (2,) q_scale * softmax_scale * log2(e) * 8 * 2^-24;  k_scale (tile_n / 64,)
         """
         shift, rescale, guard = state
         s = rows(acc)
         columns = self.cfg.check_keys // 4  # columns of a check in one thread
-        for r in cutlass.range_constexpr(2):
-            rescale[r] = Float32(1.0)
-        for c in cutlass.range_constexpr(self.cfg.tile_n // self.cfg.check_keys):
+        if const_expr(part == 0):
             for r in cutlass.range_constexpr(2):
-                factor = self.factor(q_scale[r], k_scale[c * self.cfg.check_keys // K_SCALE_GROUP])
+                rescale[r] = Float32(1.0)
+        for c in cutlass.range_constexpr(self.part_keys // self.cfg.check_keys):
+            keys_before = part * self.part_keys + c * self.cfg.check_keys
+            for r in cutlass.range_constexpr(2):
+                factor = self.factor(q_scale[r], k_scale[keys_before // K_SCALE_GROUP])
                 offset = shift[r]
-                if const_expr(self.int8):
-                    offset = offset - factor * Float32(INT8_OFFSET)
                 for i in cutlass.range_constexpr(c * columns, (c + 1) * columns):
                     s[r, i] = s[r, i] * factor + offset
-            top = self.pack_columns(c * columns, s, pairs)
+            top = self.pack_columns(c * columns, keys_before // 4, s, pairs)
             over = ((top + Uint32(guard[0])) & Uint32(GUARD_BITS & 0xFFFFFFFF)) != Uint32(0)
             if cute.arch.vote_any_sync(over):
-                self.move_reference(c * columns, s, pairs, state)
+                self.move_reference(c * columns, keys_before // 4, s, pairs, state)
 
     @cute.jit
-    def pack_columns(self, first: cutlass.Constexpr, s: cute.Tensor, pairs: cute.Tensor) -> Uint32:
+    def pack_columns(
+        self, first: cutlass.Constexpr, first_pair: cutlass.Constexpr, s: cute.Tensor, pairs: cute.Tensor
+    ) -> Uint32:
         """Codes of the columns of one check; returns the pairwise maximum over both rows."""
         top = None
-        for i in cutlass.range_constexpr(first, first + self.cfg.check_keys // 4, 2):
+        for i in cutlass.range_constexpr(0, self.cfg.check_keys // 4, 2):
             for r in cutlass.range_constexpr(2):
-                pair = code_pair(s[r, i], s[r, i + 1])
-                pairs[i + r] = pair
+                pair = code_pair(s[r, first + i], s[r, first + i + 1])
+                pairs[first_pair + i + r] = pair
                 top = pair if const_expr(top is None) else max_pair(top, pair)
         return top
 
     @cute.jit
-    def move_reference(self, first: cutlass.Constexpr, s: cute.Tensor, pairs: cute.Tensor, state):
+    def move_reference(
+        self,
+        first: cutlass.Constexpr,
+        first_pair: cutlass.Constexpr,
+        s: cute.Tensor,
+        pairs: cute.Tensor,
+        state,
+    ):
         """Slow path of `softmax_code`, for a whole warp: new references where a row needs one.
 
         A row needs one if it has none and now sees a key, or if a code passes 126. Its codes of this check (columns
@@ -366,17 +426,23 @@ class Fp8Policy:
             # codes before: an unset row has seen no key in them, so they are zero
             drop = Uint32(cutlass.min(cute.arch.fmax(octaves, Float32(0.0)) * Float32(8.0), Float32(32767.0)))
             drop = drop | (drop << 16)
-            for i in cutlass.range_constexpr(0, first, 2):
+            for i in cutlass.range_constexpr(0, first_pair, 2):
                 pairs[i + r] = max_pair(pairs[i + r], drop) - drop
-        self.pack_columns(first, s, pairs)
+        self.pack_columns(first, first_pair, s, pairs)
 
     @cute.jit
     def softmax(
-        self, acc: cute.Tensor, pairs: cute.Tensor, state, q_scale: cute.Tensor, k_scale: cute.Tensor
+        self,
+        part: cutlass.Constexpr,
+        acc: cute.Tensor,
+        pairs: cute.Tensor,
+        state,
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,
     ):
-        """The configured softmax of one tile; `pack` then makes the A operand of P V from its result."""
+        """The configured softmax of one part of a tile; `pack` then makes the A operand of P V."""
         if const_expr(self.code):
-            self.softmax_code(acc, pairs, state, q_scale, k_scale)
+            self.softmax_code(part, acc, pairs, state, q_scale, k_scale)
         else:
             self.softmax_ex2(acc, state, q_scale, k_scale)
 
@@ -399,13 +465,13 @@ class Fp8Policy:
         self,
         part: cutlass.Constexpr,
         out: cute.Tensor,
-        tile: cute.Tensor,
+        slot: cute.Tensor,
         rescale: cute.Tensor,
         v_ratio: Float32,
     ):
         """O <- O * rescale * v_ratio + T, the row sum without v_ratio: O is kept in units of this tile's V scale."""
-        o, t = rows(out), rows(tile)
         last = part == len(self.pv_rows) - 1
+        o, t = rows(out), rows(slot)  # the slot may be longer than this part
         for r in cutlass.range_constexpr(2):
             factor = rescale[r] * v_ratio
             for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
