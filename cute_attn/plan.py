@@ -282,6 +282,21 @@ def tile_table() -> list[dict[str, object]]:
 # Plan
 # ------------------------------------------------------------------------------------------------------------
 
+BREAK_EVEN_KEYS: Final = 4096
+"""Keys of full self-attention from which quantising and attending in one call beats the best 16-bit kernel on an
+H200 (perf/records/whole_call.json). Quantising costs what reading and writing the operands once costs."""
+
+
+def _equivalent_keys(problem: Problem) -> int:
+    """Keys of full self-attention, as many key as query heads, with the same work for each row of Q, K and V."""
+    queries, keys = problem.seqlen_q, problem.seqlen_k
+    pairs = queries * keys
+    if problem.causal:  # the newest keys are hidden from a triangle of queries
+        corner = min(queries, keys)
+        pairs -= corner * (corner - 1) // 2 + max(queries - keys, 0) * keys
+    rows = queries * problem.heads_q + 2 * keys * problem.heads_k
+    return 3 * pairs * problem.heads_q // max(rows, 1)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -375,6 +390,13 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
     quantiser = None
     if problem.in_dtype is not None:
         quantiser = quantize_config(recipe, problem.head_dim, DTYPE_NAMES[problem.in_dtype])
+        keys = _equivalent_keys(problem)
+        if chosen == "sm90" and not problem.is_empty and keys < BREAK_EVEN_KEYS:
+            reasons.append(
+                f"as much work for each operand as full self-attention over {keys} keys: below about "
+                f"{BREAK_EVEN_KEYS} a 16-bit kernel is faster than quantising and attending in one call; operands "
+                "that `quantize` has prepared do not pay that"
+            )
         if "static" in (quantiser.q_mode, quantiser.k_mode, quantiser.v_mode):
             reasons.append(
                 "scales of a whole tensor or head need a pass for the largest magnitude before the quantiser"

@@ -794,7 +794,7 @@ def test_run_on_a_hopper_gpu_times_the_grid(
     seen: list[tuple[str, int, bool]] = []
 
     def time_cell(case: cases.Case, group: list[peers.Contender], **options: Any) -> list[dict[str, Any]]:
-        assert options == {"rounds": 2, "min_batch_ms": 5.0}
+        assert options == {"rounds": 2, "min_batch_ms": 50.0}
         seen.append((group[0].phase, case.seqlen_k, case.causal))
         return [
             timed_row(

@@ -325,6 +325,33 @@ def test_text_of_an_empty_problem(changed: dict[str, int], why: str) -> None:
     assert why in text_of(made)
 
 
+@pytest.mark.parametrize(
+    ("changed", "keys"),
+    [
+        ({"seqlen_q": 1000, "seqlen_k": 1000, "heads_k": 8}, 1000),
+        ({"seqlen_q": 4096, "seqlen_k": 4096, "heads_k": 8}, None),
+        ({"seqlen_q": 4097, "seqlen_k": 4097, "heads_k": 8, "causal": True}, 2049),
+        ({"seqlen_q": 8192, "seqlen_k": 8192, "heads_k": 8, "causal": True}, None),
+        ({"seqlen_q": 1, "seqlen_k": 100_000, "heads_k": 8}, 1),  # one query: all keys quantised for nothing
+        ({"seqlen_q": 2048, "seqlen_k": 2048, "heads_k": 1}, 4915),  # few key heads: little to quantise
+        ({"seqlen_q": 3000, "seqlen_k": 1000, "heads_k": 8, "causal": True}, 300),  # 2000 queries see nothing
+        ({"seqlen_q": 1000, "seqlen_k": 1000, "in_dtype": None}, None),
+        ({"seqlen_q": 1000, "seqlen_k": 1000, "capability": None}, None),
+    ],
+)
+def test_short_calls_are_told_what_quantising_costs(changed: dict[str, Any], keys: int | None) -> None:
+    made = make_plan(problem(**{"causal": False, **changed}), "auto")
+    found = [reason for reason in made.reasons if "a 16-bit kernel is faster" in reason]
+    assert found == [] if keys is None or keys >= plan.BREAK_EVEN_KEYS else f"over {keys} keys" in found[0]
+
+
+def test_work_of_a_call_counted_pair_by_pair() -> None:
+    for queries, keys in itertools.product((1, 3, 7), repeat=2):
+        case = problem(seqlen_q=queries, seqlen_k=keys, heads_q=4, heads_k=2, causal=True)
+        pairs = sum(j <= i + keys - queries for i in range(queries) for j in range(keys))
+        assert plan._equivalent_keys(case) == 3 * pairs * 4 // (queries * 4 + 2 * keys * 2)
+
+
 def test_text_of_ready_operands() -> None:
     assert "quantiser none: operands are already 8-bit" in text_of(make_plan(problem(in_dtype=None), "auto"))
 

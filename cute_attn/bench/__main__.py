@@ -131,8 +131,8 @@ def build_parser() -> argparse.ArgumentParser:
     count(shapes, "--heads-k", "heads of K and V (default: as many as Q has)")
 
     count(run, "--rounds", f"timed rounds (default {ROUNDS})")
-    text = "length of one timed batch (default %(default)s)"
-    option(run, "--min-batch-ms", text, type=float, default=5.0, metavar="MS")
+    text = "length of one timed batch, and of the untimed one before it (default %(default)s)"
+    option(run, "--min-batch-ms", text, type=float, default=50.0, metavar="MS")
     text = "fewer lengths, rounds and inputs; one kernel for each head_dim and kind of operands"
     option(run, "--quick", text, action="store_true")
     count(run, "--jobs", "processes that compile for the figures (default: CPUs, at most 4)")
@@ -285,7 +285,7 @@ class Run:
             self.console.print(grid.rich())
         self.console.print(
             f"Median of {rounds} interleaved rounds, each a batch of launches of at least "
-            f"{options.min_batch_ms:g} ms between CUDA events; L2 is not flushed between launches. "
+            f"{options.min_batch_ms:g} ms between CUDA events, after as many untimed; L2 is not flushed. "
             "Peak memory: what one call needs beyond its operands, its output included."
         )
 

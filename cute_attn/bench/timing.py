@@ -1,10 +1,11 @@
 """Interleaved timing: in every round each contender of a cell is timed once, so that all of them see the same
-clocks, temperature and power.
+temperature.
 
-One measurement is a batch of launches between two CUDA events, long enough (5 ms by default) to hide the
-events' resolution. An untimed launch of the same contender goes before it: it brings that contender's code
-and data back into the caches, and the host fills the queue while it runs. L2 is not flushed between launches:
-the operands of the default grid's cells (96 MiB at 8 bits, outputs apart) exceed it.
+One measurement is a batch of launches between two CUDA events. As many untimed launches of the same contender
+go before it: they bring its code and data back into the caches and fill the queue, and, where batches are long
+(50 ms by default), let the GPU's power control settle to it. These kernels all reach the power limit, at clocks
+of their own; a short batch would run at what its predecessor has left. L2 is not flushed between launches: the
+operands of the default grid's cells (96 MiB at 8 bits, outputs apart) exceed it.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ class Timing:
 
 
 def time_batch_cuda(launch: Callable[[], Any], count: int) -> float:
-    """Milliseconds of `count` launches between two events on the current stream, after an untimed launch."""
+    """Milliseconds of `count` launches between two events on the current stream, after as many untimed ones."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    launch()
+    for _ in range(count):
+        launch()
     start.record()
     for _ in range(count):
         launch()
@@ -146,7 +148,7 @@ def time_cell(
     contenders: Sequence[peers.Contender],
     *,
     rounds: int,
-    min_batch_ms: float = 5.0,
+    min_batch_ms: float = 50.0,
     device: torch.device | str = "cuda",
     seed: int = 0,
     prepare: Callable[..., peers.Prepared] = peers.prepare,
