@@ -72,6 +72,14 @@ def test_every_package_folder_is_packaged() -> None:
         assert (folder / "__init__.py").is_file(), f"{package} needs an __init__.py"
 
 
+def test_kernels_are_sources_alone() -> None:
+    """The tree id of the folder says what was measured: nothing else may be in it."""
+    found = [
+        path for path in (ROOT / "kernels").rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    ]
+    assert found and {path.suffix for path in found} == {".py"}
+
+
 def test_versions_agree() -> None:
     import cute_attn
 
