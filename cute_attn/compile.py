@@ -112,7 +112,8 @@ def build(config: KernelConfig, options: str = "") -> Any:
             cutlass.Float32(1.0),
         ]
     else:
-        from cute_attn.kernels.any.quantize import IN_TYPES, Quantize, TransposeV
+        from cute_attn.kernels.any.quantize import Quantize, TransposeV
+        from cute_attn.kernels.any.vectors import IN_TYPES
 
         element = IN_TYPES[config.in_dtype]
         v = fake(element, (batch, seqlen_k, heads_k, d), 8, element.width)  # eight elements a load

@@ -39,10 +39,6 @@ NaN.
 
 What it does not reproduce:
 
-- The offset of the kernel's int8 scores by code. They carry 12582912, which the FMA takes off again as
-  fma(S + 12582912, f, shift - f * 12582912); here it is fma(S, f, shift). The kernel's constant is rounded,
-  so its z differs by at most f, one unit of the integer dot, and equally for all keys of a row that share
-  scale and shift.
 - The order of sums inside a matmul, the fixed-point alignment of the tensor core unless asked
   (`accumulator`), and the last bits of the hardware's exp2, log2 and reciprocals.
 - A row that stays while another row of its warp moves: the kernel computes (z - top) + top for it, which
@@ -66,51 +62,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cute_attn.kernels.config import (
+    CODE_BIAS,
+    CODE_LSE_BIAS,
+    CODE_MAX,
+    CODE_UNIT,
+    LIFT,
+    ROUND_LIMIT,
+    SMALLEST_FACTOR,
+    UNSET_SHIFT,
+)
 from cute_attn.quantize import K_GROUP, V_BLOCK, QuantizedQKV, to_e4m3, unpermute_v
 
-__all__ = ["CODE_BIAS", "CODE_LSE_BIAS", "CODE_MAX", "CODE_UNIT", "LIFT", "emulate_forward", "p_code"]
+__all__ = ["emulate_forward", "p_code"]
 
-LIFT: Final = {"code": 7.0, "ex2": 8.0, "cast": 0.0}
-"""P is held times 2 to this power, by p_rounding."""
-
-CODE_BIAS: Final = 8 * LIFT["code"] + 55.65625
-"""The e4m3 byte of 2^7, 112, less 11/32, which centres the error of reading the byte as a logarithm."""
-
-CODE_MAX: Final = 126.5
-"""The largest that rounds to 126, the byte of 448."""
-
-CODE_UNIT: Final = 2.0**-24
-"""One code in the numbers that P by code computes with: the last bit of a subnormal half."""
-
-_UNSET_SHIFT: Final = (CODE_BIAS + 2.0**-10) * CODE_UNIT  # marks a row that has seen no key
-_ROUND_LIMIT: Final = 2.0**22  # references of this magnitude or more stay as they are
-
-_FACTOR_FLOOR: Final = 2.0**-126  # smallest normal: with f = 0 a masked -inf would become NaN
 _SLICE: Final = 32  # k extent of one 8-bit tensor-core instruction
 _ALIGNED_BITS: Final = 13  # fraction bits that survive alignment in Hopper's FP8 accumulator
 
 # Elements of the largest temporary of one tile step; bounds the memory and keeps CPU caches useful.
 _CPU_BUDGET: Final = 1 << 20
 _CUDA_BUDGET: Final = 1 << 26
-
-
-def _lse_bias() -> float:
-    """log of the mean of (rounded P) / P of the code map, over a uniform fractional part of log2 P.
-
-    Softmax mass is spread over many values of log2 P, so that its fractional part is close to uniform, and
-    the row sum of the rounded P is the exact sum times the mean of the ratio over one period, eight codes.
-    The byte n is chosen for z within 1/2 of n. The ratio value(n) / 2^((z - CODE_BIAS)/8 + 7) has an
-    elementary integral. The period taken is 112..119, where value(n) is 128 + 16 (n - 112).
-    """
-    total = 0.0
-    for n in range(112, 120):
-        low, high = ((z - CODE_BIAS) / 8 + LIFT["code"] for z in (n - 0.5, n + 0.5))
-        total += (128 + 16 * (n - 112)) * (2.0**-low - 2.0**-high) / math.log(2)
-    return math.log(total)
-
-
-CODE_LSE_BIAS: Final = _lse_bias()
-"""log(row sum of the rounded P / exact one) of p_rounding="code", on average; lse subtracts it."""
 
 
 def p_code(z: Tensor) -> Tensor:
@@ -338,7 +309,7 @@ def _attend_rows(
     o_acc = torch.zeros(batch, heads, group, rows, head_dim, dtype=f32, device=device)
     l_acc = torch.zeros(batch, heads, group, rows, dtype=f32, device=device)
     # code: the shift; else the reference itself
-    unset = _UNSET_SHIFT if by_code else -math.inf
+    unset = UNSET_SHIFT if by_code else -math.inf
     state = torch.full((batch, heads, group, rows), unset, dtype=f32, device=device)
     v_previous = torch.ones(batch, heads, dtype=f32, device=device)
 
@@ -357,7 +328,7 @@ def _attend_rows(
         k_groups = F.pad(k_groups, (0, tile_n // K_GROUP - k_groups.shape[-1]), value=1.0)
 
         factor = row_scale[..., lo:, None] * k_groups[:, :, None, None, :]  # (b, h, group, n, tile_n / 64)
-        factor = factor.clamp(min=_FACTOR_FLOOR)  # keeps NaN
+        factor = factor.clamp(min=SMALLEST_FACTOR)  # keeps NaN
 
         q_rows = qf if lo == 0 else qf.unflatten(2, (group, rows))[:, :, :, lo:].flatten(2, 3)
         kt = k_tile.transpose(-1, -2)
@@ -405,7 +376,7 @@ def _attend_rows(
 
 def _integral(x: Tensor) -> Tensor:
     """x rounded to an integer; as it is from 2^22 on, and for NaN and infinities."""
-    return torch.where(x.abs() < _ROUND_LIMIT, x.round(), x)
+    return torch.where(x.abs() < ROUND_LIMIT, x.round(), x)
 
 
 def _exponentials(
@@ -431,7 +402,7 @@ def _codes(scores: Tensor, factor: Tensor, shift: Tensor, check_keys: int) -> tu
 
     Args:
         scores: (..., tile_n); factor: (..., tile_n / 64).
-        shift: (...) what the FMA adds, (CODE_BIAS - 8 m) CODE_UNIT, or _UNSET_SHIFT before any key.
+        shift: (...) what the FMA adds, (CODE_BIAS - 8 m) CODE_UNIT, or UNSET_SHIFT before any key.
 
     Returns:
         e4m3 P (..., tile_n), the new shift and the rescale factor.
@@ -443,7 +414,7 @@ def _codes(scores: Tensor, factor: Tensor, shift: Tensor, check_keys: int) -> tu
         f = factor[..., first // K_GROUP, None]
         z = _fma(scores[..., keys], f, shift.unsqueeze(-1))
         top = z.amax(dim=-1)
-        unset = shift == _UNSET_SHIFT
+        unset = shift == UNSET_SHIFT
         moves = torch.where(unset, top != -math.inf, ~(top <= CODE_MAX * CODE_UNIT))  # NaN moves
         if bool(moves.any()):
             octaves = _integral((top / CODE_UNIT - CODE_BIAS) * 0.125).masked_fill(~moves, 0.0)
@@ -451,7 +422,7 @@ def _codes(scores: Tensor, factor: Tensor, shift: Tensor, check_keys: int) -> tu
             corr = corr * torch.where(unset, 1.0, torch.exp2(-octaves))
             shift = torch.where(moves, shift.masked_fill(unset, CODE_BIAS * CODE_UNIT) - fall, shift)
             # Relative to the largest key, whose own place must not depend on how huge it is.
-            place = torch.where(octaves.abs() >= _ROUND_LIMIT, CODE_BIAS * CODE_UNIT, top - fall)
+            place = torch.where(octaves.abs() >= ROUND_LIMIT, CODE_BIAS * CODE_UNIT, top - fall)
             z = torch.where(moves.unsqueeze(-1), (z - top.unsqueeze(-1)) + place.unsqueeze(-1), z)
             # An unset row has seen no key before: those codes are zero whatever falls.
             drop = (8.0 * octaves).nan_to_num(0.0).clamp(0.0, 255.0).to(torch.uint8).unsqueeze(-1)

@@ -36,11 +36,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cute_attn.kernels.config import (
+    E4M3_MAX,
+    INT8_MAX,
     K_SCALE_GROUP,
     MEAN_CHUNKS,
     MEAN_LANES,
     MEAN_STRIDE,
     MEAN_UNROLL,
+    SMALLEST_AMAX,
     V_SCALE_GROUP,
 )
 
@@ -70,8 +73,6 @@ __all__ = [
     "walsh_hadamard",
 ]
 
-E4M3_MAX: Final = 448.0
-INT8_MAX: Final = 127.0
 Q_BLOCK: Final = 128  # query rows that share a scale with q_scale="block"
 K_GROUP: Final = K_SCALE_GROUP  # keys of one entry of QuantizedQKV.k_scale
 V_BLOCK: Final = V_SCALE_GROUP  # keys of one entry of QuantizedQKV.v_scale
@@ -82,9 +83,6 @@ PI: Final = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 With it the float32 accumulator registers of S, taken in order and converted, are the 8-bit A fragment of P.
 """
 
-# A group of a smaller amax is quantised as if it had this one: QMAX / a stays finite, the scale a normal
-# number.
-_AMAX_FLOOR: Final = 2.0**-100
 # Rows of the sequence that static_amax transforms at a time, to bound its float32 workspace.
 _STATIC_CHUNK: Final = 4096
 
@@ -344,7 +342,7 @@ def amax_scale(amax: Tensor, qmax: float, norm: float) -> tuple[Tensor, Tensor]:
         (inv, scale), float32, shape of `amax`: codes are round(x * inv), values are code * scale. A zero
         group gives (1, 1); a non-finite one gives a NaN scale.
     """
-    a = amax.clamp(min=_AMAX_FLOOR)  # keeps NaN
+    a = amax.clamp(min=SMALLEST_AMAX)  # keeps NaN
     # Not `qmax / a`: torch computes number / tensor as a reciprocal and a product, which rounds twice.
     inv = torch.full_like(a, qmax) / a
     scale = a * _float32(norm / qmax) + (a - a)

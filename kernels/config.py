@@ -16,6 +16,7 @@ K_SCALE_GROUP = 64  # keys that share one K scale in storage
 K_SCALE_PAD = 4  # a row of K scales is readable to a multiple of this: one vector load for any tile
 V_SCALE_GROUP = 256  # keys that share one V scale; a power of two
 V_KEY_PERMUTATION = 16  # V^T holds keys permuted inside groups of this many
+SUM_ROWS = 8  # extra rows of the V^T tile: a row of ones yields the row sum of P; 8 is the WGMMA granule
 QUANTIZE_SPAN = 512  # rows of Q or K of one CTA of the quantiser at most
 QUANTIZE_ROWS_LIMIT = 65_535 * QUANTIZE_SPAN  # rows of a sequence that its grid covers
 
@@ -24,7 +25,28 @@ MEAN_STRIDE = 16  # one key of this many is a sample
 MEAN_LANES = 16  # samples of a chunk that are summed side by side
 MEAN_UNROLL = 4  # samples of a lane that are in flight together; a chunk is a multiple of both
 MEAN_CHUNKS = 16  # chunks at most
-SUM_ROWS = 8  # extra rows of the V^T tile: a row of ones yields the row sum of P; 8 is the WGMMA granule
+
+# Numbers of the arithmetic, shared by the kernels and their references in torch; docs/numerics.md says why.
+E4M3_MAX = 448.0
+INT8_MAX = 127.0
+SMALLEST_AMAX = (
+    2.0**-100
+)  # a group of a smaller amax is quantised as if it had this one: QMAX / amax stays finite
+# P is held times 2^lift, which the row sum cancels. e4m3 ends at 2^8.8 and has no normal numbers below 2^-6: a high
+# lift keeps small P, a low one lets the reference lag the row maximum. By code the lag may be 1.8 octaves.
+LIFT = {"code": 7.0, "ex2": 8.0, "cast": 0.0}
+# One code in the numbers that P by code computes with: the last bit of a subnormal half.
+CODE_UNIT = 2.0**-24
+# 55.65625 = 56 - 0.34375 centres the rounding of the bent fraction; as a multiple of 2^-5 it is exact beside 8 m.
+CODE_BIAS = 8.0 * LIFT["code"] + 55.65625
+CODE_MAX = 126.5  # what rounds to 126 = 448; 127 is e4m3's NaN
+# log of the mean of (rounded P) / P over a period of the code map; lse subtracts it. A test derives it.
+CODE_LSE_BIAS = 0.009782217323564284
+UNSET_SHIFT = (CODE_BIAS + 2.0**-10) * CODE_UNIT  # of a row without a reference: no integral one gives it
+ROUND_LIMIT = (
+    2.0**22
+)  # references of this magnitude or more stay as they are: adding 1.5 * 2^23 rounds no more
+SMALLEST_FACTOR = 2.0**-126  # of a score: zero would make NaN of a masked one
 
 
 @dataclass(frozen=True)

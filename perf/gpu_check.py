@@ -230,7 +230,7 @@ def main() -> int:
         ]
         results += [check.wait() for check in checks]
     else:
-        results.append("compute-sanitizer: failed, it is not installed")
+        results += [f"{tool}: failed, compute-sanitizer is not installed" for tool in TOOLS]
 
     text = []
     for result in results:

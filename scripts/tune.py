@@ -114,7 +114,7 @@ def _sustain(fn, seconds: float) -> dict[str, float]:
         torch.cuda.synchronize()
     end.record()
     torch.cuda.synchronize()
-    assert monitor is not None
+    assert monitor is not None  # `seconds` is at least 0.3
     monitor.terminate()
     samples = [tuple(map(float, line.split(","))) for line in monitor.communicate()[0].splitlines()]
     clocks, powers = zip(*samples[:-1], strict=True)  # the last may have come when all was done
@@ -231,10 +231,16 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--turn", type=int, default=40, help="seconds a variant may hold the GPU")
     parser.add_argument("--jobs", type=int, default=14)
-    parser.add_argument("--sustain", type=float, default=0.0, help="seconds of launches without a pause")
+    parser.add_argument(
+        "--sustain", type=float, default=0.0, help="seconds of launches without a pause, at least 0.3"
+    )
     parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--lock", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.sustain and args.sustain < 0.3:
+        parser.error(
+            f"argument --sustain: clock and power are sampled over 0.15 s or more, got {args.sustain}"
+        )
     if args.worker:
         print(
             "ROW "

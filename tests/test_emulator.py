@@ -12,17 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cute_attn import emulator
-from cute_attn.emulator import (
-    CODE_BIAS,
-    CODE_LSE_BIAS,
-    CODE_MAX,
-    CODE_UNIT,
-    LIFT,
-    _codes,
-    _hopper_matmul,
-    emulate_forward,
-    p_code,
-)
+from cute_attn.emulator import _codes, _hopper_matmul, emulate_forward, p_code
+from cute_attn.kernels import config
+from cute_attn.kernels.config import CODE_BIAS, CODE_LSE_BIAS, CODE_MAX, CODE_UNIT, LIFT, UNSET_SHIFT
 from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV, from_fp8, quantize_reference
 
 E4M3 = torch.float8_e4m3fn
@@ -134,13 +126,31 @@ def make(
 def test_constants_are_the_kernels() -> None:
     from cute_attn.kernels.sm90 import policy_fp8
 
-    assert policy_fp8.LIFT == LIFT
-    assert policy_fp8.CODE_BIAS == CODE_BIAS and policy_fp8.CODE_MAX == CODE_MAX
-    assert policy_fp8.CODE_UNIT == CODE_UNIT
-    assert policy_fp8.UNSET_SHIFT == emulator._UNSET_SHIFT
-    assert policy_fp8.ROUND_LIMIT == emulator._ROUND_LIMIT
-    assert policy_fp8.SMALLEST_FACTOR == emulator._FACTOR_FLOOR
-    assert abs(policy_fp8.CODE_LSE_BIAS - CODE_LSE_BIAS) < 1e-9
+    for name in (
+        "LIFT",
+        "CODE_BIAS",
+        "CODE_MAX",
+        "CODE_UNIT",
+        "UNSET_SHIFT",
+        "ROUND_LIMIT",
+        "SMALLEST_FACTOR",
+        "CODE_LSE_BIAS",
+    ):
+        assert getattr(policy_fp8, name) == getattr(emulator, name) == getattr(config, name)
+
+
+def test_lse_bias_is_the_mean_over_a_period() -> None:
+    """Softmax mass is spread over many values of log2 P, so that its fractional part is close to uniform, and the
+    row sum of the rounded P is the exact sum times the mean of (rounded P) / P over one period, eight codes.
+
+    The byte n is chosen for z within 1/2 of n. The ratio value(n) / 2^((z - CODE_BIAS)/8 + 7) has an elementary
+    integral. The period taken is 112..119, where value(n) is 128 + 16 (n - 112).
+    """
+    total = 0.0
+    for n in range(112, 120):
+        low, high = ((z - CODE_BIAS) / 8 + LIFT["code"] for z in (n - 0.5, n + 0.5))
+        total += (128 + 16 * (n - 112)) * (2.0**-low - 2.0**-high) / math.log(2)
+    assert abs(math.log(total) - CODE_LSE_BIAS) < 1e-9
 
 
 def test_p_code_is_the_bits_of_a_subnormal_half() -> None:
@@ -180,7 +190,7 @@ def test_lse_bias_is_the_mean_ratio() -> None:
 def codes_of(log2_p: Tensor, check_keys: int, shift: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """`_codes` for rows of base-2 logits (rows, keys): bytes, references m, rescale factors."""
     if shift is None:
-        shift = torch.full(log2_p.shape[:1], emulator._UNSET_SHIFT)
+        shift = torch.full(log2_p.shape[:1], UNSET_SHIFT)
     factor = torch.full((log2_p.shape[0], log2_p.shape[1] // 64), 8 * CODE_UNIT)
     p8, shift, corr = _codes(log2_p, factor, shift, check_keys)
     return p8.view(torch.uint8), (CODE_BIAS - shift / CODE_UNIT) / 8, corr

@@ -285,7 +285,8 @@ class Run:
             self.console.print(grid.rich())
         self.console.print(
             f"Median of {rounds} interleaved rounds, each a batch of launches of at least "
-            f"{options.min_batch_ms:g} ms between CUDA events, after as many untimed; L2 is not flushed. "
+            f"{options.min_batch_ms:g} ms (or {timing.MAX_LAUNCHES}) between CUDA events, after as many untimed; L2 is "
+            "not flushed. "
             "Peak memory: what one call needs beyond its operands, its output included."
         )
 

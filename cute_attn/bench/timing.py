@@ -71,8 +71,8 @@ def interleaved(
     time_batch: TimeBatch = time_batch_cuda,
     on_failure: Callable[[Key, Exception], None] = lambda key, error: None,
 ) -> dict[Key, Timing]:
-    """Time every launch, round-robin; the order is rotated by one each round so that nobody always follows
-    the same neighbour. A launch that raises is reported to `on_failure` and left out from then on.
+    """Time every launch, round-robin; another one comes first in each round. A launch that raises is reported
+    to `on_failure` and left out from then on.
 
     Raises:
         ValueError: rounds < 1 or min_batch_ms is not positive.

@@ -126,7 +126,7 @@ class Mainloop:
         state_k,
         state_v,
     ):
-        """One key tile. Returns (V scale of the tile, pipeline states)."""
+        """One key tile; nothing is in flight before or after. Returns (V scale of the tile, pipeline states)."""
         cfg, policy = self.cfg, self.policy
         q_frag, k_frag, v_frags = frags
         q_scale, k_scales, v_scales = scales
@@ -138,9 +138,9 @@ class Mainloop:
         for part in cutlass.range_constexpr(cfg.qk_splits):
             policy.scores(part, scores[part], q_frag, k_frag, state_k.index)
         for part in cutlass.range_constexpr(cfg.qk_splits):
-            wg.wait_group(cfg.qk_splits - 1 - part)
+            wg.wait_group(cfg.qk_splits - 1 - part)  # S of this part is complete, those behind it go on
             if const_expr(part == cfg.qk_splits - 1):
-                pipe_k.consumer_release(state_k)
+                pipe_k.consumer_release(state_k)  # one lane of each warp: it reads this K no more
                 state_k.advance()
             s = scores[part]
             policy.to_float(s)
@@ -156,12 +156,12 @@ class Mainloop:
         for part in cutlass.range_constexpr(1 - depth, cfg.pv_splits):  # the part that is folded
             issue = part + depth - 1
             if const_expr(issue < cfg.pv_splits):
-                reuse = n < 0 if const_expr(issue >= depth) else None
+                reuse = n < 0 if const_expr(issue >= depth) else None  # False, which the compiler cannot know
                 policy.product(issue, p, v_frags[issue], state_v.index, slots[issue % depth], reuse)
             if const_expr(part >= 0):
-                wg.wait_group(min(issue, cfg.pv_splits - 1) - part)
+                wg.wait_group(min(issue, cfg.pv_splits - 1) - part)  # this part of T is complete
                 if const_expr(part == cfg.pv_splits - 1):
-                    pipe_v.consumer_release(state_v)
+                    pipe_v.consumer_release(state_v)  # likewise its V
                     state_v.advance()
                 policy.fold(part, out[part], slots[part % depth], state[1], ratio)
         return v_scale, state_k, state_v

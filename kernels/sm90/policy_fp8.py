@@ -26,7 +26,7 @@ the lift, the naive way.
 Accumulator layout (WGMMA, one warpgroup, 64 rows): register i of a lane l in warp w holds row
 16w + l/4 + 8*((i/2)%2), column 8*(i/4) + 2*(l%4) + i%2. `rows` views it as (2, columns of the lane). The A operand
 of an 8-bit WGMMA wants other keys in the same registers; the quantiser permutes V's keys instead (see
-kernels/any/quantize.py), so P's bytes are the accumulator's values in order.
+kernels/any/values.py), so P's bytes are the accumulator's values in order.
 """
 
 from __future__ import annotations
@@ -40,29 +40,26 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wg
 
 from ..common.mask import first_hidden_key
-from ..config import K_SCALE_GROUP, SUM_ROWS, FwdConfig
+from ..config import (
+    CODE_BIAS,
+    CODE_LSE_BIAS,
+    CODE_MAX,
+    CODE_UNIT,
+    K_SCALE_GROUP,
+    LIFT,
+    ROUND_LIMIT,
+    SMALLEST_FACTOR,
+    SUM_ROWS,
+    UNSET_SHIFT,
+    FwdConfig,
+)
 
 F8 = cutlass.Float8E4M3FN
 
-ROUND_MAGIC = 12582912.0  # 1.5 * 2^23: added and subtracted, it rounds to an integer
-ROUND_LIMIT = 4194304.0  # 2^22: beyond it adding and subtracting 1.5 * 2^23 no longer rounds to an integer
-
-# P is held times 2^lift, which the row sum cancels. e4m3 ends at 2^8.8 and has no normal numbers below 2^-6: a high
-# lift keeps small P, a low one lets the reference lag the row maximum. By code the lag may be 1.8 octaves.
-LIFT = {"code": 7.0, "ex2": 8.0, "cast": 0.0}
-# one code, in the scaled numbers that `softmax_code` computes: a subnormal half's last bit
-CODE_UNIT = 2.0**-24
-# 55.65625 = 56 - 0.34375 centres the rounding of the bent fraction; as a multiple of 2^-5 it is exact beside 8 m
-CODE_BIAS = 8.0 * LIFT["code"] + 55.65625
-CODE_MAX = 126.5  # what rounds to 126 = 448; 127 is e4m3's NaN
-# log of the mean of (rounded P) / P over a period of the code map; lse subtracts it (cute_attn.emulator derives it)
-CODE_LSE_BIAS = 0.009782217324
-# the shift of a row without a reference: no integral one gives it, and scores computed with it are good
-UNSET_SHIFT = (CODE_BIAS + 2.0**-10) * CODE_UNIT
+ROUND_MAGIC = 12582912.0  # 1.5 * 2^23: added and subtracted, it rounds to an integer below ROUND_LIMIT
 GUARD_SET = 0x7F817F81  # added to a pair of codes, carries into a half's top bit iff its code is above 126
 GUARD_UNSET = -0x7FFF8000  # 0x80008000: always
 GUARD_BITS = -0x7FFF8000
-SMALLEST_FACTOR = 2.0**-126  # a factor of zero would make NaN of a masked score
 
 
 @cute.jit
@@ -249,13 +246,13 @@ class Fp8Policy:
         if const_expr(self.int8):
             acc = cute.recast_tensor(acc, Int32)
         mma.set(wg.Field.ACCUMULATE, False)
-        wg.fence()
+        wg.fence()  # softmax has read and written these registers: the product may not overtake it
         for kb in cutlass.range_constexpr(cute.size(q_frag, mode=[2])):
-            keys = k_frag[None, part, kb, stage]
+            keys = k_frag[None, part, kb, stage]  # one part is one atom: the mode that gemm loops over is 1
             keys = cute.make_tensor(keys.iterator, cute.append(keys.layout, cute.make_layout(1)))
             cute.gemm(mma, acc, q_frag[None, None, kb], keys, acc)
             mma.set(wg.Field.ACCUMULATE, True)
-        wg.commit_group()
+        wg.commit_group()  # a group of its own, which `Mainloop.step` waits for by itself
 
     @cute.jit
     def product(
@@ -276,11 +273,11 @@ class Fp8Policy:
         mma = self.pv_mma(self.pv_rows[part])
         acc = self.slot_view(slot, part)
         mma.set(wg.Field.ACCUMULATE, False if const_expr(reuse is None) else reuse)
-        wg.fence()
+        wg.fence()  # P's registers have been written, the slot's read by the fold: the product may not overtake them
         for kb in cutlass.range_constexpr(cute.size(p, mode=[2])):
             cute.gemm(mma, acc, p[None, None, kb], v_frag[None, None, kb, stage], acc)
             mma.set(wg.Field.ACCUMULATE, True)
-        wg.commit_group()
+        wg.commit_group()  # likewise
 
     # -- softmax ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,317 @@
+"""Rows of Q and K to 8-bit codes, the role of one CTA of the quantiser (see quantize.py).
+
+32 neighbouring elements of a row a thread, in passes of 64 rows. Besides the issue of instructions, this role is bound
+by the pipe that shuffles and shared memory have in common, so a thread takes as many elements as 64 registers hold:
+butterflies of distance 1 to 16 stay inside a thread, the others are shuffles among the head_dim / 32 lanes of a row.
+Rows come through shared memory, two passes in flight without holding a register. What a CTA does once, some 450
+instructions a thread, is a sixth of its work at 256 rows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
+
+from ..config import E4M3_MAX, INT8_MAX, K_SCALE_GROUP, MEAN_CHUNKS, QUANTIZE_SPAN, QuantizeConfig
+from .vectors import (
+    F8,
+    IN_TYPES,
+    THREADS,
+    abs_max,
+    address_in,
+    address_of,
+    block_max,
+    copy_16_bytes,
+    int8_word,
+    last_row,
+    magnitude,
+    row_offset,
+    scales_of,
+    vector,
+    widen,
+)
+
+WIDTH = 32  # elements of a row that a thread takes: the more, the less shuffles
+RING_BYTES = 128  # of a thread, for its rows in flight: two passes
+
+
+class Rows:
+    """The role of a CTA that quantises up to QUANTIZE_SPAN rows of one head of K (`keys`) or of Q."""
+
+    def __init__(self, cfg: QuantizeConfig, mode: str, keys: bool):
+        self.d = cfg.head_dim
+        self.in_type = IN_TYPES[cfg.in_dtype]
+        self.int8 = cfg.qk_dtype == "int8"
+        self.code_type = cutlass.Int8 if self.int8 else F8
+        self.mode = mode
+        self.keys = keys
+        self.rotate = cfg.rotate
+        self.smooth = cfg.smooth
+        self.lanes = self.d // WIDTH  # of one row
+        self.levels = self.lanes.bit_length() - 1
+        self.threads = THREADS[self.d]
+        self.pass_rows = self.threads // self.lanes
+        self.slot_bytes = 64 * WIDTH  # of a warp and pass
+        self.slots = RING_BYTES // (2 * WIDTH)  # passes in flight
+        self.ring_words = RING_BYTES // 4 * self.threads
+        self.qmax = INT8_MAX if self.int8 else E4M3_MAX
+        self.norm = 1.0 / math.sqrt(self.d) if cfg.rotate else 1.0
+        # passes whose rows share a scale and are held at a time; a token's scale needs no other row
+        group = {"block64": 64, "block128": 128, "block": 128}.get(mode, self.pass_rows)
+        self.group_passes = group // self.pass_rows
+
+    @cute.jit
+    def fetch(self, m_x: cute.Tensor, column: Int32, row: Int32, target: Int32):
+        """Starts the copy of a lane's pieces of a pass: 16 bytes from (row, column) to shared `target`, and
+        the same of rows 256 / head_dim further on each to the next 512 bytes. For rows past the end:
+        `last_row`."""
+        for i in cutlass.range_constexpr(WIDTH // 8):
+            of = last_row(m_x, row + i * (256 // self.d))
+            source = address_in(m_x, 0, column) + row_offset(m_x, of)
+            copy_16_bytes(target + 512 * i, source)
+
+    @cute.jit
+    def prepare_columns(self, m_signs: cute.Tensor, m_sums: cute.Tensor, count: Int32, columns: cute.Tensor):
+        """Signs and mean of all columns into shared memory, (2 head_dim,), as lanes read them."""
+        tid, _, _ = cute.arch.thread_idx()
+        if const_expr(self.rotate):
+            index = tid - self.d  # threads that have no column of the mean
+            if index >= 0 and index < 8 * self.lanes:
+                # Words 8 p + i, i < 8, of the lanes at place p: the signs of pair i of their elements in bits
+                # 15 and 31, and those of pair i + 8 in bits 14 and 30.
+                word = Uint32(0)
+                for e in cutlass.range_constexpr(WIDTH // 8):
+                    column = index // 8 * WIDTH + index % 8 * 2 + e // 2 * 16 + e % 2
+                    bit = m_signs[column].bitcast(Uint32) & Uint32(1 << 31)
+                    word = word | bit >> (16 * (1 - e % 2) + e // 2)
+                columns[index] = word.bitcast(Float32)
+        if const_expr(self.smooth):
+            if tid < self.d:
+                sign = m_signs[tid] if const_expr(self.rotate) else Float32(1.0)
+                cute.arch.griddepcontrol_wait()  # the sums of KeySums, where it was launched before this grid
+                chunks = m_sums.shape[0]
+                # 32 bits hold the stride of what KeySums wrote; where it did not run, there is one chunk.
+                step = Uint32(m_sums.stride[0])
+                part = cute.make_rmem_tensor(MEAN_CHUNKS, Float32)
+                for i in cutlass.range_constexpr(MEAN_CHUNKS):  # all loads in flight together
+                    offset = Int64(Uint64(Uint32(min(i, chunks - 1))) * Uint64(step) * 4)
+                    pointer = cute.make_ptr(
+                        Float32, address_in(m_sums, 0, tid) + offset, cute.AddressSpace.gmem, assumed_align=4
+                    )
+                    part[i] = cute.make_tensor(pointer, cute.make_layout(1))[0]
+                total = part[0]
+                for i in cutlass.range_constexpr(1, MEAN_CHUNKS):
+                    total = total + part[i] if i < chunks else total
+                # A rotated row meets the mean after its signs. Of a query, the product with the mean is the
+                # same, term by term. Column width p + 4 j + i stands at 4 lanes j + 4 p + i of the second
+                # half: the lanes of a row read 16 bytes side by side.
+                at = tid // 4 % (WIDTH // 4) * (4 * self.lanes) + tid // WIDTH * 4 + tid % 4
+                columns[self.d + at] = total / Float32(count) * sign
+
+    @cute.jit
+    def own_mean(self, columns: cute.Tensor, eight: cutlass.Constexpr, place: Int32) -> cute.Tensor:
+        """Eight of the thread's columns of the mean."""
+        mine = cute.make_rmem_tensor(8, Float32)
+        for j in cutlass.range_constexpr(2):
+            start = self.d + 4 * self.lanes * (2 * eight + j) + 4 * place
+            part = cute.make_tensor(mine.iterator + 4 * j, cute.make_layout(4))
+            cute.autovec_copy(vector(cute.domain_offset(start, columns), 4), part)
+        return mine
+
+    @cute.jit
+    def own_flips(self, columns: cute.Tensor, place: Int32) -> cute.Tensor:
+        """Signs of the thread's columns, (8,) Uint32, see `prepare_columns`."""
+        flips = cute.make_rmem_tensor(8, Uint32)
+        words = cute.recast_tensor(flips, Float32)
+        for j in cutlass.range_constexpr(2):
+            part = cute.make_tensor(words.iterator + 4 * j, cute.make_layout(4))
+            cute.autovec_copy(vector(cute.domain_offset(8 * place + 4 * j, columns), 4), part)
+        return flips
+
+    @cute.jit
+    def read_slot(self, address: Int32, flips: cute.Tensor, x: cute.Tensor):
+        """The elements at shared `address` ^ 0, 16, .. with the signs of the rotation, as float32 into x
+        (width,); flips: see `own_flips`."""
+        for eight in cutlass.range_constexpr(WIDTH // 8):
+            words = cute.make_rmem_tensor(4, Uint32)
+            source = address_of(Uint32, address ^ (16 * eight), cute.AddressSpace.smem)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
+            for i in cutlass.range_constexpr(4):
+                pair = words[i]
+                if const_expr(self.rotate):
+                    pair = pair ^ (flips[(4 * eight + i) % 8] << eight // 2) & Uint32(0x80008000)
+                x[8 * eight + 2 * i], x[8 * eight + 2 * i + 1] = widen(pair, self.in_type)
+
+    @cute.jit
+    def rotate_row(self, x: cute.Tensor, place: Int32):
+        """Unnormalised Walsh-Hadamard transform of a row over its lanes; x (width,), in place."""
+        for level in cutlass.range_constexpr(WIDTH.bit_length() - 1):  # distances 1, 2, .. width / 2
+            for i in cutlass.range_constexpr(WIDTH):
+                if const_expr(i & (1 << level) == 0):
+                    a, b = x[i], x[i + (1 << level)]
+                    x[i] = a + b
+                    x[i + (1 << level)] = a - b
+        for level in cutlass.range_constexpr(self.levels):  # distances width, .. d / 2: among lanes
+            sign = Float32(1.0) if place & (1 << level) == 0 else Float32(-1.0)
+            for i in cutlass.range_constexpr(WIDTH):
+                other = cute.arch.shuffle_sync_bfly(x[i], offset=1 << level)
+                x[i] = x[i] * sign + other  # lower lane a + b, upper lane a - b; the product is exact
+
+    @cute.jit
+    def largest(self, x: cute.Tensor) -> Float32:
+        """abs_max of x, an rmem tensor (a power of two,), in a tree: a chain would wait for each result."""
+        tops = cute.make_rmem_tensor(cute.size(x) // 2, Float32)
+        for i in cutlass.range_constexpr(cute.size(tops)):
+            tops[i] = abs_max(x[2 * i], x[2 * i + 1])
+        for level in cutlass.range_constexpr(cute.size(tops).bit_length() - 1):
+            for i in cutlass.range_constexpr(cute.size(tops) >> (level + 1)):
+                tops[i] = abs_max(tops[2 * i], tops[2 * i + 1])
+        return tops[0]
+
+    @cute.jit
+    def encode(self, x: cute.Tensor, factor: Float32, place: Int32) -> cute.Tensor:
+        """Codes of x (width,) in words, in the order in which `run` stores them."""
+        code = cute.make_rmem_tensor(WIDTH, self.code_type)
+        words = cute.recast_tensor(code, Uint32)
+        y = cute.make_rmem_tensor(WIDTH, Float32)
+        for i in cutlass.range_constexpr(WIDTH):
+            y[i] = x[i] * factor
+        if const_expr(self.int8):
+            for w in cutlass.range_constexpr(WIDTH // 4):
+                words[w] = int8_word(y[4 * w], y[4 * w + 1], y[4 * w + 2], y[4 * w + 3])
+        else:
+            code.store(y.load().to(F8))
+        # Two neighbours swap halves: of either store, 16 bytes a lane, they fill a sector of 32 bytes.
+        odd = place % 2 == 1
+        for w in cutlass.range_constexpr(4):
+            given = words[w] if odd else words[w + 4]
+            other = cute.arch.shuffle_sync_bfly(given, offset=1)
+            words[w], words[w + 4] = other if odd else words[w], words[w + 4] if odd else other
+        return words
+
+    @cute.jit
+    def run(
+        self,
+        m_x: cute.Tensor,  # (seqlen, head_dim)
+        m_signs: cute.Tensor,  # (head_dim,)
+        m_sums: cute.Tensor,  # (chunks, head_dim)
+        amax: Float32,
+        m_codes: cute.Tensor,  # (seqlen, head_dim)
+        m_scale: cute.Tensor,  # (seqlen,) or (groups of 64,)
+        m_dot: cute.Tensor,  # (seqlen_q,)
+        count: Int32,
+        block: Int32,
+        rows: Int32,  # of the CTA
+        stage: cute.Tensor,
+        columns: cute.Tensor,
+        scratch: cute.Tensor,
+        side: cute.Tensor,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        lane = tid % 32
+        seqlen = m_x.shape[0]
+        passes = rows // self.pass_rows
+        # The copies: a warp's slot is 32 n pieces of 16 bytes, n = width / 8, its rows of a pass one after
+        # the other. A lane copies pieces `lane`, 32 + lane, .. coalesced, and computes on n lane, n lane + 1,
+        # .. Piece i stands at i ^ (i / 8 % n), so that the eight lanes of a shared-memory phase read eight
+        # different banks of 16 bytes.
+        n = WIDTH // 8
+        first = block * rows + tid // 32 * (32 // self.lanes) + lane // (self.d // 8)
+        column = lane % (self.d // 8) * 8
+        slots = stage.iterator.toint() + tid // 32 * (self.slot_bytes * self.slots)
+        target = slots + 16 * (lane ^ (lane // 8 % n))
+        own = slots + 16 * (n * lane ^ (n * lane // 8 % n))
+        for p in cutlass.range_constexpr(self.slots):
+            if p < passes:
+                self.fetch(m_x, column, first + p * self.pass_rows, target + self.slot_bytes * p)
+            cute.arch.cp_async_commit_group()
+        self.prepare_columns(m_signs, m_sums, count, columns)
+        cute.arch.sync_threads()  # all threads: signs and mean are in shared memory
+
+        place = tid % self.lanes
+        local = tid // self.lanes  # row of the thread in the CTA
+        # Of the pair of lanes that `encode` lets swap, each stores 16 bytes of either's 32.
+        pair = WIDTH // 16
+        codes = address_in(
+            m_codes, block * rows + local, WIDTH * (place // pair * pair) + 16 * (place % pair)
+        )
+        codes_step = Int64(m_codes.stride[0]) * self.pass_rows
+        flips = self.own_flips(columns, place)
+        x = cute.make_rmem_tensor((WIDTH, self.group_passes), Float32)
+        factor, scale = Float32(1.0), Float32(1.0)
+        if const_expr(self.mode == "static"):
+            factor, scale = scales_of(amax, self.qmax, self.norm)
+        for group in cutlass.range(passes // self.group_passes, unroll=1):
+            for g in cutlass.range_constexpr(self.group_passes):
+                p = group * self.group_passes + g
+                mine = x[None, g]
+                slot = p % self.slots * self.slot_bytes
+                cute.arch.cp_async_wait_group(self.slots - 1)
+                cute.arch.sync_warp()  # the warp: the pieces that its other lanes have copied are there
+                self.read_slot(own + slot, flips, mine)
+                cute.arch.sync_warp()  # the warp: all lanes have read the slot
+                ahead = p + self.slots
+                if ahead < passes:
+                    self.fetch(m_x, column, first + ahead * self.pass_rows, target + slot)
+                cute.arch.cp_async_commit_group()  # empty at the end: keeps the number of groups in flight
+                if const_expr(self.smooth):
+                    # The mean comes from shared memory every time: `width` registers less than if held.
+                    if const_expr(self.keys):
+                        for eight in cutlass.range_constexpr(n):
+                            mean = self.own_mean(columns, eight, place)
+                            for i in cutlass.range_constexpr(8):
+                                mine[8 * eight + i] = mine[8 * eight + i] - mean[i]
+                            cute.arch.sync_warp()  # for the compiler, which would fetch all of it at once
+                    else:
+                        dot = self.dot(mine, columns, place)
+                        if place == 0:
+                            side[1, local + g * self.pass_rows] = dot
+                if const_expr(self.rotate):
+                    self.rotate_row(mine, place)
+            if const_expr(self.mode != "static"):
+                top = self.largest(cute.make_tensor(x.iterator, cute.make_layout(WIDTH * self.group_passes)))
+                if const_expr(self.mode == "token"):
+                    for level in cutlass.range_constexpr(self.levels):
+                        top = abs_max(top, cute.arch.shuffle_sync_bfly(top, offset=1 << level))
+                    top = magnitude(top)
+                else:
+                    top = block_max(top, scratch, group % 2, self.threads // 32)
+                factor, scale = scales_of(top, self.qmax, self.norm)
+            for g in cutlass.range_constexpr(self.group_passes):
+                row = local + g * self.pass_rows
+                if place == 0:
+                    side[0, row] = scale
+                words = self.encode(x[None, g], factor, place)
+                if block * rows + row < seqlen:
+                    for piece in cutlass.range_constexpr(pair):
+                        address = codes + g * codes_step + 32 * piece
+                        target_codes = address_of(Uint32, address, cute.AddressSpace.gmem)
+                        part = cute.make_tensor(words.iterator + 4 * piece, cute.make_layout(4))
+                        cute.autovec_copy(part, cute.make_tensor(target_codes, cute.make_layout(4)))
+            local += self.group_passes * self.pass_rows
+            codes += self.group_passes * codes_step
+        cute.arch.sync_threads()  # all threads: scales and products of all rows are in shared memory
+        step = K_SCALE_GROUP if self.keys else 1  # rows of a scale in storage
+        for i in cutlass.range_constexpr(max(1, QUANTIZE_SPAN // step // self.threads)):
+            index = i * self.threads + tid
+            entry = block * (rows // step) + index
+            if index < rows // step and entry < m_scale.shape[0]:
+                m_scale[entry] = side[0, index * step]
+                if const_expr(self.smooth and not self.keys):
+                    m_dot[entry] = side[1, index]
+
+    @cute.jit
+    def dot(self, x: cute.Tensor, columns: cute.Tensor, place: Int32) -> Float32:
+        """Product of a query row with the mean key, over the lanes of the row; x (width,)."""
+        total = Float32(0.0)
+        for eight in cutlass.range_constexpr(WIDTH // 8):
+            mean = self.own_mean(columns, eight, place)
+            for i in cutlass.range_constexpr(8):
+                total = total + x[8 * eight + i] * mean[i]
+            cute.arch.sync_warp()  # for the compiler, which would fetch all of it at once
+        for level in cutlass.range_constexpr(self.levels):
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << level)
+        return total
