@@ -12,6 +12,8 @@ SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use on sm_90 (22
 REGISTERS_PER_SM = 65_536
 WARPGROUP = 128  # threads
 
+HEAD_DIMS = tuple(range(32, 257, 16))  # of Q and K, and of V, each by itself
+
 K_SCALE_GROUP = 64  # keys that share one K scale in storage
 K_SCALE_PAD = 4  # a row of K scales is readable to a multiple of this: one vector load for any tile
 V_SCALE_GROUP = 256  # keys that share one V scale; a power of two
@@ -53,7 +55,8 @@ SMALLEST_FACTOR = 2.0**-126  # of a score: zero would make NaN of a masked one
 class FwdConfig:
     """One compiled 8-bit forward kernel for sm_90a."""
 
-    head_dim: int  # 64, 128 or 256, of Q, K and V
+    head_dim: int  # of Q and K, see HEAD_DIMS
+    head_dim_v: int  # of V and O, likewise
     tile_m: int  # query rows of a CTA; 64 for each consumer warpgroup
     tile_n: int  # keys of one step of the main loop
     kv_stages: int  # depth of the K and V rings
@@ -65,7 +68,8 @@ class FwdConfig:
     producer_regs: int = 24
     check_keys: int = 64  # keys after which P by code is checked for overflow: fewer hold fewer registers
     qk_splits: int = 1  # parts of a tile's keys whose products Q K^T are issued and waited for one by one
-    pv_splits: int = 1  # parts of the value dimension whose products are issued and folded one by one
+    pv_part: int = 256  # columns of the value dimension whose products are issued and folded together
+    pack_gqa: int = 1  # query heads of a group whose rows share a tile, those of one query side by side
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -74,6 +78,17 @@ class FwdConfig:
     @property
     def threads(self) -> int:
         return WARPGROUP * (self.consumer_warpgroups + 1)
+
+    @property
+    def head_dim_padded(self) -> int:
+        """Columns of Q and K in shared memory: WGMMA takes 32 bytes a step. TMA fills those past head_dim with 0."""
+        return -(-self.head_dim // 32) * 32
+
+    @property
+    def pv_parts(self) -> tuple[int, ...]:
+        """Columns of each part of the value dimension."""
+        whole, rest = divmod(self.head_dim_v, self.pv_part)
+        return (self.pv_part,) * whole + ((rest,) if rest else ())
 
     @property
     def k_groups(self) -> int:
@@ -87,30 +102,32 @@ class FwdConfig:
 
     @property
     def name(self) -> str:
+        dims = f"d{self.head_dim}" + ("" if self.head_dim_v == self.head_dim else f"v{self.head_dim_v}")
         mask = "causal" if self.causal else "full"
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
-        parts = f"_q{self.qk_splits}v{self.pv_splits}"
+        parts = f"_q{self.qk_splits}v{len(self.pv_parts)}"
         parts += "" if self.check_keys == 64 else f"_c{self.check_keys}"
+        parts += "" if self.pack_gqa == 1 else f"_g{self.pack_gqa}"
         return (
-            f"fwd_sm90_{self.qk_dtype}_d{self.head_dim}_{mask}_{self.p_rounding}_{self.out_dtype}"
+            f"fwd_sm90_{self.qk_dtype}_{dims}_{mask}_{self.p_rounding}_{self.out_dtype}"
             f"_m{self.tile_m}n{self.tile_n}k{self.kv_stages}{parts}{regs}"
         )
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory: 1 KiB of barriers and alignment, Q, K ring, V^T ring with its sum rows.
-
-        O is staged in the K ring, which is idle by then.
-        """
-        q = self.tile_m * self.head_dim
-        k = self.kv_stages * self.tile_n * self.head_dim
-        v = self.kv_stages * self.tile_n * (self.head_dim + SUM_ROWS)
-        return 1024 + q + k + v
+        """Dynamic shared memory: 1 KiB of barriers and alignment, Q, K ring, V^T ring with its sum rows, O."""
+        q = self.tile_m * self.head_dim_padded
+        k = self.kv_stages * self.tile_n * self.head_dim_padded
+        v = self.kv_stages * self.tile_n * (self.head_dim_v + SUM_ROWS)
+        o = self.tile_m * self.head_dim_v * 2
+        aligned = [-(-part // 1024) * 1024 for part in (q, k, v, o)]  # swizzle atoms repeat every 1 KiB at most
+        return 1024 + sum(aligned)
 
     def check(self) -> None:
         """Raise ValueError where the configuration cannot be built; the message names the limit."""
-        if self.head_dim not in (64, 128, 256):
-            raise ValueError(f"head_dim must be 64, 128 or 256, got {self.head_dim}")
+        for field, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if value not in HEAD_DIMS:
+                raise ValueError(f"{field} must be a multiple of 16 from 32 to 256, got {value}")
         if self.tile_m not in (64, 128, 192):
             raise ValueError(f"tile_m must be 64, 128 or 192, got {self.tile_m}")
         if self.tile_n % K_SCALE_GROUP or V_SCALE_GROUP % self.tile_n:
@@ -125,15 +142,15 @@ class FwdConfig:
             raise ValueError(f"out_dtype must be 'bf16' or 'fp16', got {self.out_dtype!r}")
         if self.check_keys not in (32, 64):
             raise ValueError(f"check_keys must be 32 or 64, got {self.check_keys}")
-        if self.pv_splits not in (1, 2, 4):
-            raise ValueError(f"pv_splits must be 1, 2 or 4, got {self.pv_splits}")
+        if self.pv_part < 16 or self.pv_part % 16:
+            raise ValueError(f"pv_part must be a multiple of 16, got {self.pv_part}")
+        if self.pack_gqa < 1 or 64 % self.pack_gqa:
+            raise ValueError(f"pack_gqa must divide the 64 rows of a warpgroup, got {self.pack_gqa}")
         part = self.tile_n // self.qk_splits
         if self.tile_n % self.qk_splits or part % K_SCALE_GROUP:
             raise ValueError(f"qk_splits must leave a multiple of {K_SCALE_GROUP} keys, got {self.qk_splits}")
         if self.p_rounding != "code" and self.qk_splits != 1:
             raise ValueError(f"qk_splits must be 1 with {self.p_rounding!r}: its maximum is over the tile")
-        if self.kv_stages * self.tile_n * self.head_dim < 2 * self.tile_m * self.head_dim:
-            raise ValueError(f"the K ring ({self.kv_stages} x {self.tile_n} rows) is too small to stage O")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"shared memory {self.smem_bytes} bytes exceeds {SMEM_LIMIT}")
         regs = WARPGROUP * (self.consumer_regs * self.consumer_warpgroups + self.producer_regs)
@@ -145,7 +162,8 @@ class FwdConfig:
 class QuantizeConfig:
     """One compiled quantiser: 16-bit (or, for V alone, ready e4m3) tensors to the forward's operands."""
 
-    head_dim: int
+    head_dim: int  # of Q and K, see HEAD_DIMS
+    head_dim_v: int  # of V
     in_dtype: str  # "bf16", "fp16"; "e4m3" only transposes V
     qk_dtype: str  # "e4m3" or "int8"
     q_mode: str  # "token", "block" (128 rows) or "static" (amax given)
@@ -153,27 +171,32 @@ class QuantizeConfig:
     v_mode: str  # "block" (256 keys) or "static"
     rotate: bool  # random signs and Hadamard transform of Q and K
     smooth: bool  # subtract the mean key from every key of a head, and leave q . mean
+    rotary: str = "none"  # rotary position embedding of Q and K: "none", "half" (pairs i, i + dim / 2), "interleaved"
 
     @property
     def name(self) -> str:
         if self.in_dtype == "e4m3":
-            return f"transpose_v_d{self.head_dim}"
+            return f"transpose_v_d{self.head_dim_v}"
+        dims = f"d{self.head_dim}" + ("" if self.head_dim_v == self.head_dim else f"v{self.head_dim_v}")
         steps = ("_rot" if self.rotate else "") + ("_smooth" if self.smooth else "")
+        steps += "" if self.rotary == "none" else f"_rotary_{self.rotary}"
         return (
-            f"quantize_{self.in_dtype}_{self.qk_dtype}_d{self.head_dim}"
+            f"quantize_{self.in_dtype}_{self.qk_dtype}_{dims}"
             f"_q{self.q_mode}_k{self.k_mode}_v{self.v_mode}{steps}"
         )
 
     def check(self) -> None:
         """Raise ValueError where the configuration cannot be built."""
-        if self.head_dim not in (64, 128, 256):
-            raise ValueError(f"head_dim must be 64, 128 or 256, got {self.head_dim}")
+        for field, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if value not in HEAD_DIMS:
+                raise ValueError(f"{field} must be a multiple of 16 from 32 to 256, got {value}")
         for field, value, allowed in (
             ("in_dtype", self.in_dtype, ("bf16", "fp16", "e4m3")),
             ("qk_dtype", self.qk_dtype, ("e4m3", "int8")),
             ("q_mode", self.q_mode, ("token", "block", "static")),
             ("k_mode", self.k_mode, ("block64", "block128", "static")),
             ("v_mode", self.v_mode, ("block", "static")),
+            ("rotary", self.rotary, ("none", "half", "interleaved")),
         ):
             if value not in allowed:
                 raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
