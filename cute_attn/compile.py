@@ -88,8 +88,8 @@ def build(config: KernelConfig, options: str = "") -> Any:
     batch, seqlen_q, seqlen_k, heads_q, heads_k = (cute.sym_int32() for _ in range(5))
     padded_k, k_groups, v_groups, chunks = (cute.sym_int32() for _ in range(4))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    d = config.head_dim
-    vt = wide(f8, batch, heads_k, d, padded_k)
+    d, d_v = config.head_dim, config.head_dim_v
+    vt = wide(f8, batch, heads_k, d_v, padded_k)
     entry: Any
     args: list[Any]
     if isinstance(config, FwdConfig):
@@ -116,7 +116,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
         from cute_attn.kernels.any.vectors import IN_TYPES
 
         element = IN_TYPES[config.in_dtype]
-        v = fake(element, (batch, seqlen_k, heads_k, d), 8, element.width)  # eight elements a load
+        v = fake(element, (batch, seqlen_k, heads_k, d_v), 8, element.width)  # eight elements a load
         if config.in_dtype == "e4m3":
             entry, args = TransposeV(config), [v, vt]
         else:

@@ -77,7 +77,8 @@ def launch_quantize(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim) bf16 or fp16 on a CUDA device, last stride 1.
-        k, v: (batch, seqlen_k, heads_k, head_dim), likewise.
+        k: (batch, seqlen_k, heads_k, head_dim), likewise.
+        v: (batch, seqlen_k, heads_k, head_dim_v), likewise.
         recipe: what `config` was planned from.
         k_mean: (batch, heads_k, head_dim) float32 to subtract from K where the recipe smooths; default
             `mean_key(k)`.
@@ -123,7 +124,7 @@ def launch_quantize(
         q8 = torch.empty((batch, seqlen_q, heads_q, head_dim), dtype=code, device=device)
         k8 = torch.empty((batch, seqlen_k, heads_k, head_dim), dtype=code, device=device)
         padded = _ceil_div(seqlen_k, V_KEY_PERMUTATION) * V_KEY_PERMUTATION
-        vt = torch.empty((batch, heads_k, head_dim, padded), dtype=torch.float8_e4m3fn, device=device)
+        vt = torch.empty((batch, heads_k, v.shape[3], padded), dtype=torch.float8_e4m3fn, device=device)
         q_scale = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
         q_dot = torch.empty_like(q_scale) if recipe.smooth_k else q_scale  # else not written
         k_groups, v_groups = _ceil_div(seqlen_k, K_SCALE_GROUP), _ceil_div(seqlen_k, V_SCALE_GROUP)

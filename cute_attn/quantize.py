@@ -10,7 +10,8 @@ operation rounded to nearest even, in a fixed order, so the device kernel can (a
     x      = float32(input)
     x      = x * sign                          Q and K, with rotation
     x      = x - mean * sign                   K only, with smooth_k; sign is 1 without rotation
-    x      = FWHT(x)                           Q and K, with rotation; 1/sqrt(head_dim) is in the scale
+    x      = FWHT(x)                           Q and K, with rotation, in blocks of `rotation_block(head_dim)`
+                                               columns; 1/sqrt(block) is in the scale
     amax   = max |x| over the scale group
     a      = max(amax, 2^-100)
     inv    = QMAX / a                          IEEE division
@@ -21,7 +22,7 @@ A group of zeros has `inv = scale = 1`. `(a - a)` is zero for a finite group and
 or an infinity makes the scale of its group NaN, and every output that depends on the group is NaN: bad input
 stays visible and never becomes a plausible number.
 
-Tensors are (batch, seqlen, heads, head_dim) unless said otherwise.
+Tensors are (batch, seqlen, heads, head_dim) unless said otherwise; V's head_dim_v may be another.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from cute_attn.kernels.config import (
     MEAN_UNROLL,
     SMALLEST_AMAX,
     V_SCALE_GROUP,
+    rotation_block,
 )
 
 __all__ = [
@@ -115,7 +117,7 @@ class Fp8Recipe:
         k_block: keys of one K scale when `k_scale` is "block": 64 or 128.
         v_scale: one scale for each "tensor", "head" or "block" of 256 keys. V is always e4m3.
         rotation: "hadamard" multiplies Q and K by random signs and a Hadamard matrix (arXiv 2407.08608,
-            section 3.3).
+            section 3.3), block-diagonal where head_dim is not a power of two (see `walsh_hadamard`).
         rotation_seed: seed of the signs, a non-negative int below 2**63.
         smooth_k: subtract a mean key of each head (SageAttention, arXiv 2410.02367). Exact for the output.
         p_rounding: how P becomes e4m3. "code" rounds its base-2 logarithm to an e4m3 byte, without exp2.
@@ -231,7 +233,7 @@ class QuantizedQKV:
     Attributes:
         q: (batch, seqlen_q, heads_q, head_dim) e4m3fn or int8, last stride 1, in rotated space.
         k: (batch, seqlen_k, heads_k, head_dim), dtype of `q`, rotated and smoothed.
-        vt: (batch, heads_k, head_dim, ceil16(seqlen_k)) e4m3fn: V transposed, keys permuted by `PI` inside
+        vt: (batch, heads_k, head_dim_v, ceil16(seqlen_k)) e4m3fn: V transposed, keys permuted by `PI` inside
             groups of 16, zeros after the last key.
         q_scale: (batch, heads_q, seqlen_q) float32. Scales may be expanded (stride 0).
         k_scale: (batch, heads_k, ceil(seqlen_k / 64)) float32, one for each group of 64 keys.
@@ -255,7 +257,7 @@ class QuantizedQKV:
     dtype: torch.dtype
 
     def dequantize(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns what the codes stand for: float64 (q, k, v), each (batch, seqlen, heads, head_dim).
+        """Returns what the codes stand for: float64 (q, k, v), each (batch, seqlen, heads, head_dim or head_dim_v).
 
         q and k stay in the rotated, smoothed space (their products are those of the original space up to
         rounding and, with smoothing, one constant for each row); the key permutation of V is undone.
@@ -284,10 +286,10 @@ def permute_v(v8: Tensor) -> Tensor:
     """Transposes 8-bit V and permutes its keys, as the forward kernel reads it.
 
     Args:
-        v8: (batch, seqlen_k, heads_k, head_dim), one-byte elements.
+        v8: (batch, seqlen_k, heads_k, head_dim_v), one-byte elements.
 
     Returns:
-        (batch, heads_k, head_dim, ceil16(seqlen_k)), contiguous: keys in the order `PI` inside each group of
+        (batch, heads_k, head_dim_v, ceil16(seqlen_k)), contiguous: keys in the order `PI` inside each group of
         16, zeros past the last key.
 
     Raises:
@@ -303,7 +305,7 @@ def permute_v(v8: Tensor) -> Tensor:
 
 
 def unpermute_v(vt: Tensor, seqlen_k: int) -> Tensor:
-    """Inverse of `permute_v`: back to (batch, seqlen_k, heads_k, head_dim)."""
+    """Inverse of `permute_v`: back to (batch, seqlen_k, heads_k, head_dim_v)."""
     batch, heads, head_dim, padded = vt.shape
     inverse = torch.tensor([PI.index(i) for i in range(16)], device=vt.device)
     groups = vt.view(torch.uint8).reshape(batch, heads, head_dim, padded // 16, 16)[..., inverse]
@@ -326,8 +328,8 @@ def _float32(x: float) -> float:
 
 
 def scale_norm(head_dim: int, rotation: str) -> float:
-    """The `norm` of `amax_scale` for Q and K: 1/sqrt(head_dim) undoes the gain of the transform; else 1."""
-    return 1.0 / math.sqrt(head_dim) if rotation == "hadamard" else 1.0
+    """The `norm` of `amax_scale` for Q and K: 1/sqrt(block) undoes the gain of the transform; else 1."""
+    return 1.0 / math.sqrt(rotation_block(head_dim)) if rotation == "hadamard" else 1.0
 
 
 def amax_scale(amax: Tensor, qmax: float, norm: float) -> tuple[Tensor, Tensor]:
@@ -372,17 +374,15 @@ def rotation_signs(head_dim: int, seed: int, device: torch.device | str = "cpu")
 def walsh_hadamard(x: Tensor) -> Tensor:
     """Unnormalised fast Walsh-Hadamard transform of the last dimension, stages at distance 1, 2, 4, ...
 
-    The order of the stages is part of the definition: float32 sums depend on it.
-
-    Raises:
-        ValueError: the last dimension is not a power of two.
+    The order of the stages is part of the definition: float32 sums depend on it. Each block of
+    `rotation_block(x.shape[-1])` columns is transformed by itself: 96 columns are 3 blocks of 32, 192 are 3 of 64, a
+    power of two is one block.
     """
     n = x.shape[-1]
-    if n < 1 or n & (n - 1):
-        raise ValueError(f"head_dim is {n}; allowed with rotation='hadamard': a power of two")
+    block = rotation_block(n)
     shape = x.shape
     h = 1
-    while h < n:
+    while h < block:
         a, b = x.reshape(*shape[:-1], n // (2 * h), 2, h).unbind(dim=-2)
         x = torch.stack((a + b, a - b), dim=-2).reshape(shape)
         h *= 2
@@ -511,7 +511,8 @@ def quantize_reference(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), fp16, bf16 or fp32, CPU or CUDA.
-        k, v: (batch, seqlen_k, heads_k, head_dim).
+        k: (batch, seqlen_k, heads_k, head_dim).
+        v: (batch, seqlen_k, heads_k, head_dim_v).
         recipe: how to quantise.
         k_mean: (batch, heads_k, head_dim) float32 subtracted from every key when `recipe.smooth_k`, for example
             that of a cache; default `mean_key(k)`.
@@ -520,8 +521,7 @@ def quantize_reference(
         QuantizedQKV on the device of the inputs. A scale group with a NaN or an infinity in it has scale NaN.
 
     Raises:
-        ValueError: a dtype or rank is not allowed, head_dim is not a power of two under rotation, or `k_mean`
-            is given without smoothing or with a wrong shape.
+        ValueError: a dtype or rank is not allowed, or `k_mean` is given without smoothing or with a wrong shape.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -583,10 +583,11 @@ def from_fp8(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim) float8_e4m3fn.
-        k, v: (batch, seqlen_k, heads_k, head_dim) float8_e4m3fn.
+        k: (batch, seqlen_k, heads_k, head_dim) float8_e4m3fn.
+        v: (batch, seqlen_k, heads_k, head_dim_v) float8_e4m3fn.
         q_descale, k_descale, v_descale: (batch, heads_k) float32, positive, default 1. That of a kv head
             serves all query heads of its group. Scales are expanded with stride 0, not written out.
-        vt: (batch, heads_k, head_dim, ceil16(seqlen_k)) float8_e4m3fn, `permute_v(v)` where it has been made
+        vt: (batch, heads_k, head_dim_v, ceil16(seqlen_k)) float8_e4m3fn, `permute_v(v)` where it has been made
             already (by the device kernel); default: made here.
 
     Returns:

@@ -35,6 +35,17 @@ DEVICE = "cuda"
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 DTYPE_NAMES = {BF16: "bf16", FP16: "fp16"}
 HEAD_DIMS = (64, 128, 256)
+# (head_dim, head_dim_v): of the quantiser's widths, between them, and unlike ones. Where V's is the wider, a pass of
+# the rows of Q and K holds several scales.
+QUANTISER_DIMS = (
+    *((d, d) for d in (32, 48, 64, 80, 96, 112, 128, 160, 192, 208, 240, 256)),
+    (64, 80),
+    (64, 256),
+    (96, 48),
+    (128, 176),
+    (192, 128),
+    (256, 32),
+)
 RECIPES = ("naive", "paper", "fp8", "accurate")
 RECIPE_OF = {"int8": PRESETS["accurate"], "e4m3": PRESETS["fp8"]}
 PLAIN = {
@@ -83,9 +94,9 @@ BY_EXP2 = [
     forward_config(64, qk, False, p, "bf16") for qk, p in (("e4m3", "ex2"), ("e4m3", "cast"), ("int8", "ex2"))
 ]
 FP16_OUT = forward_config(128, "int8", True, "code", "fp16")
-QUANTISERS = [quantize_config(PRESETS[name], d, "bf16") for name in RECIPES for d in HEAD_DIMS]
-QUANTISER_FP16 = quantize_config(PRESETS["accurate"], 64, "fp16")
-TRANSPOSES = [transpose_config(d) for d in HEAD_DIMS]
+QUANTISERS = [quantize_config(PRESETS[name], *dims, "bf16") for name in RECIPES for dims in QUANTISER_DIMS]
+QUANTISER_FP16 = quantize_config(PRESETS["accurate"], 64, 64, "fp16")
+TRANSPOSES = [transpose_config(d) for d in (32, 48, 64, 80, 96, 128, 160, 176, 208, 256)]
 CONFIGS: list[FwdConfig | QuantizeConfig] = [
     *FORWARD,
     *BY_EXP2,
@@ -97,11 +108,11 @@ CONFIGS: list[FwdConfig | QuantizeConfig] = [
     *(forward_config(d, "e4m3", causal, "cast", "bf16") for d in HEAD_DIMS for causal in (False, True)),
     forward_config(128, "int8", False, "ex2", "bf16"),
     *(
-        quantize_config(Fp8Recipe(rotation=rotation, smooth_k=False), d, "bf16")  # type: ignore[arg-type]
+        quantize_config(Fp8Recipe(rotation=rotation, smooth_k=False), d, d, "bf16")  # type: ignore[arg-type]
         for rotation in ("none", "hadamard")
         for d in (64, 128)
     ),
-    quantize_config(Fp8Recipe(q_scale="head", k_scale="head", v_scale="head"), 128, "bf16"),
+    quantize_config(Fp8Recipe(q_scale="head", k_scale="head", v_scale="head"), 128, 128, "bf16"),
 ]
 
 
@@ -149,12 +160,18 @@ def test_poison_is_nan() -> None:
     assert bool((PoisonedTorch().empty((2, 3), dtype=torch.int8, device=DEVICE) == -128).all())
 
 
-def tensors(shape: Shape, head_dim: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(
+    shape: Shape, head_dim: int, dtype: torch.dtype = BF16, head_dim_v: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """N(0, 1) q, k, v."""
     batch, seqlen_q, seqlen_k, heads_q, heads_k = shape
     q, k, v = (
-        torch.randn(batch, s, h, head_dim, device=DEVICE).to(dtype)
-        for s, h in ((seqlen_q, heads_q), (seqlen_k, heads_k), (seqlen_k, heads_k))
+        torch.randn(batch, s, h, d, device=DEVICE).to(dtype)
+        for s, h, d in (
+            (seqlen_q, heads_q, head_dim),
+            (seqlen_k, heads_k, head_dim),
+            (seqlen_k, heads_k, head_dim_v or head_dim),
+        )
     )
     return q, k, v
 
@@ -177,7 +194,7 @@ def check_quantiser(
     q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, *, k_mean: Tensor | None = None
 ) -> None:
     """Kernels against the reference, each with its own mean key where none is given: equal bits."""
-    config = quantize_config(recipe, q.shape[3], DTYPE_NAMES[q.dtype])
+    config = quantize_config(recipe, q.shape[3], v.shape[3], DTYPE_NAMES[q.dtype])
     got = launch.launch_quantize(q, k, v, recipe, config, k_mean=k_mean)
     want = quantize_reference(q, k, v, recipe, k_mean=k_mean)
     for name in ("q", "k", "vt"):
@@ -204,15 +221,28 @@ def check_quantiser(
     assert (got.seqlen_k, got.recipe, got.dtype) == (want.seqlen_k, want.recipe, want.dtype)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dims", QUANTISER_DIMS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_quantiser(name: str, head_dim: int) -> None:
+def test_quantiser(name: str, dims: tuple[int, int]) -> None:
     for shape in (*SHAPES, (1, 513, 512, 3, 3)):
         for gain in (1.0, 300.0):
-            check_quantiser(*(gain * x for x in tensors(shape, head_dim)), PRESETS[name])
+            inputs = tensors(shape, dims[0], head_dim_v=dims[1])
+            check_quantiser(*(gain * x for x in inputs), PRESETS[name])
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (64, 256), (192, 128)])
+def test_quantiser_with_more_rows_of_a_cta(dims: tuple[int, int]) -> None:
+    """So many CTAs that QUANTIZE_SPAN is halved once, and not at all; the other tests have it halved twice."""
+    from cute_attn.kernels.any.quantize import FULL, Quantize  # imports the DSL
+
+    full = FULL * Quantize(quantize_config(PRESETS["accurate"], *dims, "bf16")).ctas_per_sm
+    for halved in (1, 0):
+        heads = full // (2 << halved) // 5 * 4 + 4  # a quarter more with those of K; over two spans
+        inputs = tensors((1, 600, 1000, heads, heads // 4), dims[0], head_dim_v=dims[1])
+        check_quantiser(*inputs, PRESETS["accurate"])
+
+
+@pytest.mark.parametrize("head_dim", (*HEAD_DIMS, 48, 96, 208))
 def test_mean_key_of_the_kernel(head_dim: int) -> None:
     """Sums over one chunk and many, of one step and several; and a given mean, which is none of K's own."""
     for seqlen_k in (1, 16, 17, 1024, 1025, 4000, 16384, 16385, 50000):
@@ -239,11 +269,11 @@ def test_quantiser_of_strided_tensors(name: str, head_dim: int) -> None:
     check_quantiser(q, k, v, PRESETS[name])
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dims", [*((d, d) for d in HEAD_DIMS), (48, 256), (192, 80)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_quantiser_of_zeros_and_non_finite_values(name: str, head_dim: int) -> None:
-    recipe, shape = PRESETS[name], (2, 200, 600, 4, 2)
-    q, k, v = tensors(shape, head_dim)
+def test_quantiser_of_zeros_and_non_finite_values(name: str, dims: tuple[int, int]) -> None:
+    recipe, shape, (head_dim, head_dim_v) = PRESETS[name], (2, 200, 600, 4, 2), dims
+    q, k, v = tensors(shape, head_dim, head_dim_v=head_dim_v)
     q[:, 5], q[0, 128:], k[:, 64:128], v[0, :256], v[1, 256:] = 0.0, 0.0, 0.0, 0.0, 0.0
     check_quantiser(q, k, v, recipe)
     check_quantiser(*(torch.zeros_like(x) for x in (q, k, v)), recipe)
@@ -251,14 +281,14 @@ def test_quantiser_of_zeros_and_non_finite_values(name: str, head_dim: int) -> N
     # Key 130 is none of those that the mean key is made of, so that one group is spoilt and not the head.
     q[0, 3, 1, 7], q[1, 199, 0, 0] = math.nan, math.inf
     k[0, 130, 0, 3], k[1, 599, 1, head_dim - 1] = math.nan, -math.inf
-    v[0, 300, 1, 1], v[1, 5, 0, head_dim - 1] = math.inf, math.nan
+    v[0, 300, 1, 1], v[1, 5, 0, head_dim_v - 1] = math.inf, math.nan
     check_quantiser(q, k, v, recipe)
 
 
 @pytest.mark.parametrize("config", TRANSPOSES, ids=lambda config: config.name)
 def test_transpose_of_ready_codes(config: QuantizeConfig) -> None:
     for batch, seqlen, heads in ((1, 1, 1), (2, 333, 3), (1, 512, 2), (1, 257, 1)):
-        v = torch.randint(0, 256, (batch, seqlen, 2 * heads, config.head_dim), device=DEVICE)
+        v = torch.randint(0, 256, (batch, seqlen, 2 * heads, config.head_dim_v), device=DEVICE)
         v = v.to(torch.uint8)[:, :, heads:].view(E4M3)
         got = launch.launch_transpose_v(v, config)
         assert torch.equal(got.view(torch.uint8), permute_v(v).view(torch.uint8))
