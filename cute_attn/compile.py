@@ -122,6 +122,9 @@ def build(config: KernelConfig, options: str = "") -> Any:
         else:
             code = f8 if config.qk_dtype == "e4m3" else cutlass.Int8
             entry = Quantize(config)
+            angles = None  # cos and sin, of the dtype of q
+            if config.rotary != "none":
+                angles = wide(element, cute.sym_int32(), cute.sym_int32())
             args = [
                 wide(element, batch, seqlen_q, heads_q, d),
                 wide(element, batch, seqlen_k, heads_k, d),
@@ -138,6 +141,8 @@ def build(config: KernelConfig, options: str = "") -> Any:
                 rows(k_groups, 1, 4),
                 rows(v_groups, 1, 4),
                 fake(cutlass.Float32, (batch, heads_q, seqlen_q), 1, 4),
+                angles,
+                angles,
                 cutlass.Int32(1),
                 cutlass.Int32(1),
             ]

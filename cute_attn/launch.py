@@ -28,6 +28,7 @@ from cute_attn.kernels.config import (
 from cute_attn.quantize import (
     Fp8Recipe,
     QuantizedQKV,
+    Rotary,
     mean_chunks,
     mean_key,
     rotation_signs,
@@ -72,6 +73,7 @@ def launch_quantize(
     config: QuantizeConfig,
     *,
     k_mean: Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> QuantizedQKV:
     """Quantise with the compiled kernels of `config`.
 
@@ -82,6 +84,7 @@ def launch_quantize(
         recipe: what `config` was planned from.
         k_mean: (batch, heads_k, head_dim) float32 to subtract from K where the recipe smooths; default
             `mean_key(k)`.
+        rotary: what `config.rotary` names, checked by `check_rotary`; rows of cos and sin 16-byte aligned.
 
     Raises:
         ValueError: more rows than the quantiser's grid covers.
@@ -97,7 +100,7 @@ def launch_quantize(
         rotate = recipe.rotation == "hadamard"
         signs = _signs(head_dim, recipe.rotation_seed, device) if rotate else zero.expand(head_dim)
         if recipe.smooth_k and k_mean is None and config.k_mode == "static":
-            k_mean = mean_key(k)  # wanted below, before any kernel runs
+            k_mean = mean_key(k, rotary)  # wanted below, before any kernel runs
         # What the mean key is made of: its sums over chunks, which the kernels leave there, or itself, as one sum.
         chunk, count = 0, 1
         if not recipe.smooth_k:
@@ -110,13 +113,20 @@ def launch_quantize(
             sums = torch.empty((batch, chunks, heads_k, head_dim), dtype=torch.float32, device=device)
         amax_q = amax_k = amax_v = None
         if config.q_mode == "static":
-            amax_q = static_amax(q, recipe.q_scale, signs=signs if rotate else None)  # type: ignore[arg-type]
+            amax_q = static_amax(
+                q,
+                recipe.q_scale,  # type: ignore[arg-type]
+                signs=signs if rotate else None,
+                rotary=rotary,
+                first=seqlen_k - seqlen_q,
+            )
         if config.k_mode == "static":
             amax_k = static_amax(
                 k,
                 recipe.k_scale,  # type: ignore[arg-type]
                 mean=k_mean,
                 signs=signs if rotate else None,
+                rotary=rotary,
             )
         if config.v_mode == "static":
             amax_v = static_amax(v, recipe.v_scale)  # type: ignore[arg-type]
@@ -147,6 +157,8 @@ def launch_quantize(
             k_scale,
             v_scale,
             q_dot,
+            None if rotary is None else rotary.cos,
+            None if rotary is None else rotary.sin,
             chunk,
             count,
         )

@@ -38,6 +38,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ..config import MEAN_LANES, MEAN_STRIDE, MEAN_UNROLL, QUANTIZE_SPAN, V_SCALE_GROUP, QuantizeConfig
+from .rotary import Rotary
 from .rows import WIDTH, Rows
 from .values import Values
 from .vectors import IN_TYPES, address_in, address_of, padded_width, thread_count, vector, widen
@@ -84,6 +85,8 @@ class Quantize:
         k_scale: cute.Tensor,
         v_scale: cute.Tensor,
         q_dot: cute.Tensor,
+        cos: cute.Tensor,
+        sin: cute.Tensor,
         chunk: Int32,
         count: Int32,
         stream,
@@ -91,7 +94,7 @@ class Quantize:
         summing = chunk > 0
         if const_expr(self.smooth):
             if summing:  # else the mean is given, as one sum
-                self.key_sums.launch(k, sums, chunk, stream)
+                self.key_sums.launch(k, sums, cos, sin, chunk, stream)
         heads = q.shape[2] + k.shape[2]
         spans = cute.ceil_div(max(q.shape[1], k.shape[1]), QUANTIZE_SPAN)
         halved = Int32(0)
@@ -115,6 +118,8 @@ class Quantize:
             k_scale,
             v_scale,
             q_dot,
+            cos,
+            sin,
             count,
             q.shape[2] // k.shape[2],
             halved,
@@ -145,6 +150,8 @@ class Quantize:
         m_k_scale: cute.Tensor,  # (batch, heads_k, ceil(seqlen_k / 64))
         m_v_scale: cute.Tensor,  # (batch, heads_k, ceil(seqlen_k / 256))
         m_dot: cute.Tensor,  # (batch, heads_q, seqlen_q)
+        m_cos: cute.Tensor,  # (seqlen_ro, rotary_dim / 2)
+        m_sin: cute.Tensor,  # (seqlen_ro, rotary_dim / 2)
         count: Int32,
         group: Int32,  # query heads of a kv head
         halved: Int32,  # how often QUANTIZE_SPAN is halved
@@ -195,6 +202,9 @@ class Quantize:
                         m_q8[batch, None, head, None],
                         m_q_scale[batch, head, None],
                         m_dot[batch, head, None],
+                        m_cos,
+                        m_sin,
+                        m_k.shape[1] - m_q.shape[1],
                         count,
                         block,
                         rows,
@@ -214,6 +224,9 @@ class Quantize:
                         m_k8[batch, None, head, None],
                         m_k_scale[batch, head, None],
                         m_k_scale[batch, head, None],
+                        m_cos,
+                        m_sin,
+                        Int32(0),
                         count,
                         block,
                         rows,
@@ -264,19 +277,30 @@ class KeySums:
     def __init__(self, cfg: QuantizeConfig):
         self.d = cfg.head_dim
         self.in_type = IN_TYPES[cfg.in_dtype]
+        self.rotary = Rotary(cfg)
         self.threads = MEAN_LANES * self.d // 8
 
     @cute.jit
-    def launch(self, k: cute.Tensor, sums: cute.Tensor, chunk: Int32, stream):
-        self.kernel(k, sums, chunk).launch(
+    def launch(
+        self, k: cute.Tensor, sums: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, chunk: Int32, stream
+    ):
+        self.kernel(k, sums, cos, sin, chunk).launch(
             grid=[sums.shape[1] * k.shape[2] * k.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream
         )
+
+    @cute.jit
+    def load(self, keys: cute.Tensor, key: Int32, column: Int32, words: cute.Tensor):
+        """Eight columns of a key into words (4,)."""
+        source = address_of(Uint32, address_in(keys, key, column), cute.AddressSpace.gmem)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
 
     @cute.kernel
     def kernel(
         self,
         m_k: cute.Tensor,  # (batch, seqlen_k, heads_k, head_dim)
         m_sums: cute.Tensor,  # (batch, chunks, heads_k, head_dim)
+        m_cos: cute.Tensor,  # (seqlen_ro, rotary_dim / 2)
+        m_sin: cute.Tensor,
         chunk: Int32,  # samples, a multiple of MEAN_LANES * MEAN_UNROLL
     ):
         # The quantising grid may come up at once: its roles of Q and K fetch their rows, then wait for the end of this
@@ -300,18 +324,31 @@ class KeySums:
         total.fill(0.0)
         for step in cutlass.range(chunk // (MEAN_LANES * MEAN_UNROLL), unroll=1):
             raw = cute.make_rmem_tensor((4, MEAN_UNROLL), Uint32)
+            other = cute.make_rmem_tensor((4, MEAN_UNROLL), Uint32)
             for i in cutlass.range_constexpr(MEAN_UNROLL):
                 sample = index * chunk + (step * MEAN_UNROLL + i) * MEAN_LANES + lane
                 # Past the end the last sample is read, not taken: without a branch all loads are in flight.
-                source = address_in(keys, min(sample, samples - 1) * MEAN_STRIDE, column)
-                pointer = address_of(Uint32, source, cute.AddressSpace.gmem)
-                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), raw[None, i])
+                key = min(sample, samples - 1) * MEAN_STRIDE
+                self.load(keys, key, column, raw[None, i])
+                if const_expr(self.rotary.half):
+                    self.load(keys, key, self.rotary.partner(m_cos.shape[1], column), other[None, i])
             for i in cutlass.range_constexpr(MEAN_UNROLL):
-                taken = index * chunk + (step * MEAN_UNROLL + i) * MEAN_LANES + lane < samples
-                for w in cutlass.range_constexpr(4):
-                    low, high = widen(raw[w, i] if taken else Uint32(0), self.in_type)
-                    total[2 * w] = total[2 * w] + low
-                    total[2 * w + 1] = total[2 * w + 1] + high
+                sample = index * chunk + (step * MEAN_UNROLL + i) * MEAN_LANES + lane
+                taken = sample < samples
+                if const_expr(self.rotary.on):
+                    key = min(sample, samples - 1) * MEAN_STRIDE
+                    pairs = m_cos.shape[1]
+                    cos = self.rotary.angles(self.rotary.row_of(m_cos, key), pairs, column)
+                    sin = self.rotary.angles(self.rotary.row_of(m_sin, key), pairs, column)
+                    x = cute.make_rmem_tensor(8, Float32)
+                    self.rotary.embed(raw[None, i], other[None, i], cos, sin, pairs, column, x)
+                    for e in cutlass.range_constexpr(8):
+                        total[e] = total[e] + (x[e] if taken else Float32(0.0))
+                else:
+                    for w in cutlass.range_constexpr(4):
+                        low, high = widen(raw[w, i] if taken else Uint32(0), self.in_type)
+                        total[2 * w] = total[2 * w] + low
+                        total[2 * w + 1] = total[2 * w + 1] + high
         for half in cutlass.range_constexpr(2):
             part = cute.make_tensor(total.iterator + 4 * half, cute.make_layout(4))
             cute.autovec_copy(part, vector(cute.domain_offset((column + 4 * half,), rows[lane, None]), 4))

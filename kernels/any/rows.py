@@ -25,6 +25,7 @@ from ..config import (
     QuantizeConfig,
     rotation_block,
 )
+from .rotary import Rotary
 from .vectors import (
     F8,
     IN_TYPES,
@@ -37,6 +38,7 @@ from .vectors import (
     int8_word,
     last_row,
     magnitude,
+    opaque,
     padded_width,
     row_offset,
     scales_of,
@@ -62,6 +64,7 @@ class Rows:
         self.keys = keys
         self.rotate = cfg.rotate
         self.smooth = cfg.smooth
+        self.rotary = Rotary(cfg)
         self.lanes = self.width // WIDTH  # of one row
         self.levels = self.lanes.bit_length() - 1
         self.block = rotation_block(self.d)
@@ -150,28 +153,72 @@ class Rows:
         return mine
 
     @cute.jit
-    def own_flips(self, columns: cute.Tensor, place: Int32) -> cute.Tensor:
-        """Signs of the thread's columns, (8,) Uint32, see `prepare_columns`."""
-        flips = cute.make_rmem_tensor(8, Uint32)
-        words = cute.recast_tensor(flips, Float32)
-        for j in cutlass.range_constexpr(2):
-            part = cute.make_tensor(words.iterator + 4 * j, cute.make_layout(4))
-            cute.autovec_copy(vector(cute.domain_offset(8 * place + 4 * j, columns), 4), part)
+    def own_flips(self, columns: cute.Tensor, place: Int32, half: cutlass.Constexpr) -> cute.Tensor:
+        """Signs of the thread's columns, words 0 to 3 or 4 to 7 of `prepare_columns`: (4,) Uint32."""
+        flips = cute.make_rmem_tensor(4, Uint32)
+        source = vector(cute.domain_offset(8 * place + 4 * half, columns), 4)
+        cute.autovec_copy(source, cute.recast_tensor(flips, Float32))
         return flips
+
+    @cute.jit
+    def read_piece(self, address: Int32) -> cute.Tensor:
+        """(4,) words: the 16 bytes at shared `address`."""
+        words = cute.make_rmem_tensor(4, Uint32)
+        source = address_of(Uint32, address, cute.AddressSpace.smem)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
+        return words
 
     @cute.jit
     def read_slot(self, address: Int32, flips: cute.Tensor, x: cute.Tensor):
         """The elements at shared `address` ^ 0, 16, .. with the signs of the rotation, as float32 into x
-        (WIDTH,); flips: see `own_flips`."""
+        (WIDTH,); flips (8,): both of `own_flips`."""
         for eight in cutlass.range_constexpr(WIDTH // 8):
-            words = cute.make_rmem_tensor(4, Uint32)
-            source = address_of(Uint32, address ^ (16 * eight), cute.AddressSpace.smem)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
+            words = self.read_piece(address ^ (16 * eight))
             for i in cutlass.range_constexpr(4):
                 pair = words[i]
                 if const_expr(self.rotate):
                     pair = pair ^ (flips[(4 * eight + i) % 8] << eight // 2) & Uint32(0x80008000)
                 x[8 * eight + 2 * i], x[8 * eight + 2 * i + 1] = widen(pair, self.in_type)
+
+    @cute.jit
+    def embed_slot(
+        self,
+        slot: Int32,  # shared address of the warp's pieces
+        m_cos: cute.Tensor,  # (seqlen_ro, rotary_dim / 2)
+        m_sin: cute.Tensor,
+        position: Int32,  # of the thread's row
+        columns: cute.Tensor,
+        lane: Int32,
+        x: cute.Tensor,  # (WIDTH,) float32, the result
+    ):
+        """`read_slot` with the rotary embedding, which comes before the signs of the rotation."""
+        pairs = m_cos.shape[1]
+        cos_row, sin_row = self.rotary.row_of(m_cos, position), self.rotary.row_of(m_sin, position)
+        place = lane & (self.lanes - 1)
+        row = slot + (lane >> self.levels) * (2 * self.width)
+        for eight in cutlass.range_constexpr(WIDTH // 8):
+            column = place * WIDTH + 8 * eight
+            cos = self.rotary.angles(cos_row, pairs, column)
+            sin = self.rotary.angles(sin_row, pairs, column)
+            own = self.read_piece(self.staged(row + 2 * column))
+            other = own
+            if const_expr(self.rotary.half):
+                other = self.read_piece(self.staged(row + 2 * self.rotary.partner(pairs, column)))
+            eight_x = cute.make_tensor(x.iterator + 8 * eight, cute.make_layout(8))
+            self.rotary.embed(own, other, cos, sin, pairs, column, eight_x)
+            if const_expr(self.rotate):
+                flips = self.own_flips(columns, place, eight % 2)
+                for i in cutlass.range_constexpr(4):
+                    flip = flips[i]
+                    for e in cutlass.range_constexpr(2):
+                        bit = flip << eight // 2 + 16 * (1 - e) & Uint32(0x80000000)
+                        eight_x[2 * i + e] = (eight_x[2 * i + e].bitcast(Uint32) ^ bit).bitcast(Float32)
+            cute.arch.sync_warp()  # for the compiler, which would fetch all of it at once
+
+    @cute.jit
+    def staged(self, address: Int32) -> Int32:
+        """Where 16 bytes of a warp's slot stand that would be at `address` if they stood in order, see `run`."""
+        return address ^ (address >> 3 & 16 * (WIDTH // 8 - 1))
 
     @cute.jit
     def rotate_row(self, x: cute.Tensor, place: Int32):
@@ -240,6 +287,9 @@ class Rows:
         m_codes: cute.Tensor,  # (seqlen, head_dim)
         m_scale: cute.Tensor,  # (seqlen,) or (groups of 64,)
         m_dot: cute.Tensor,  # (seqlen_q,)
+        m_cos: cute.Tensor,  # (seqlen_ro, rotary_dim / 2)
+        m_sin: cute.Tensor,
+        offset: Int32,  # position of the first row
         count: Int32,
         block: Int32,
         rows: Int32,  # of the CTA
@@ -273,12 +323,13 @@ class Rows:
         local = tid // self.lanes  # row of the thread in the CTA
         # Of the pair of lanes that `encode` lets swap, each stores 16 bytes of either's 32.
         pair = WIDTH // 16
-        own_column = WIDTH * (place // pair * pair) + 16 * (
-            place % pair
-        )  # its first; the next is 32 further on
+        own_column = WIDTH * (place // pair * pair) + 16 * (place % pair)  # and 32 further on
         codes = address_in(m_codes, block * rows + local, own_column)
         codes_step = Int64(m_codes.stride[0]) * self.pass_rows
-        flips = self.own_flips(columns, place)
+        flips = cute.make_rmem_tensor((4, 2), Uint32)
+        if const_expr(self.rotate and not self.rotary.on):
+            for half in cutlass.range_constexpr(2):
+                flips[None, half].store(self.own_flips(columns, place, half).load())
         x = cute.make_rmem_tensor((WIDTH, self.group_passes), Float32)
         factor, scale = Float32(1.0), Float32(1.0)
         if const_expr(self.mode == "static"):
@@ -290,7 +341,13 @@ class Rows:
                 slot = p % self.slots * self.slot_bytes
                 cute.arch.cp_async_wait_group(self.slots - 1)
                 cute.arch.sync_warp()  # the warp: the pieces that its other lanes have copied are there
-                self.read_slot(own + slot, flips, mine)
+                if const_expr(self.rotary.on):
+                    # Addresses and signs are made anew in each pass: held over all, they would be spilled.
+                    lane = opaque(lane)
+                    position = offset + last_row(m_x, block * rows + local + g * self.pass_rows)
+                    self.embed_slot(slots + slot, m_cos, m_sin, position, columns, lane, mine)
+                else:
+                    self.read_slot(own + slot, flips, mine)
                 cute.arch.sync_warp()  # the warp: all lanes have read the slot
                 ahead = p + self.slots
                 if ahead < passes:

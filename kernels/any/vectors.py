@@ -70,6 +70,20 @@ def quotient(a: cutlass.Constexpr, b: Float32) -> Float32:
 
 
 @cute.jit
+def opaque(a: Int32) -> Int32:
+    """a, of which the compiler knows nothing: what is computed from it stays in the loop where it is."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[a])
+
+
+@cute.jit
+def product_rn(a: Float32, b: Float32) -> Float32:
+    """a * b rounded by itself, not contracted into an FMA with what it is added to."""
+    return cute.arch.inline_ptx(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+@cute.jit
 def scales_of(amax: Float32, qmax: cutlass.Constexpr, norm: cutlass.Constexpr):
     """amax of a group -> (factor to codes, scale back); the reference is `cute_attn.quantize.amax_scale`."""
     safe = cute.arch.fmax(amax, Float32(SMALLEST_AMAX), nan=True)
