@@ -46,7 +46,7 @@ from .vectors import IN_TYPES, address_in, address_of, padded_width, thread_coun
 HALVINGS = 2  # of QUANTIZE_SPAN at most, where there are few CTAs
 FULL = 3 * 132  # CTAs of Q and K, for each CTA that an SM takes, from which it is not halved: three rounds
 THREADS_PER_SM = 1024  # that registers shall allow: 64 for each
-SMEM_CARVEOUT = 86  # per cent of the L1 cache and shared memory: room for all these CTAs
+SMEM_CARVEOUT = 86  # per cent of the L1 cache and shared memory: room for all these CTAs, 196 KiB
 
 
 class Quantize:
@@ -128,7 +128,7 @@ class Quantize:
             block=[self.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=SMEM_CARVEOUT,
+            preferred_smem_carveout=100 if self.q_rows.exchange else SMEM_CARVEOUT,
             use_pdl=summing if self.smooth else False,
         )
 
@@ -200,8 +200,10 @@ class Quantize:
                         m_sums[batch, None, head // group if self.smooth else 0, None],
                         m_amax_q[batch, head],
                         m_q8[batch, None, head, None],
-                        m_q_scale[batch, head, None],
-                        m_dot[batch, head, None],
+                        m_q_scale,
+                        m_dot,
+                        batch,
+                        head,
                         m_cos,
                         m_sin,
                         m_k.shape[1] - m_q.shape[1],
@@ -222,8 +224,10 @@ class Quantize:
                         m_sums[batch, None, head, None],
                         m_amax_k[batch, head],
                         m_k8[batch, None, head, None],
-                        m_k_scale[batch, head, None],
-                        m_k_scale[batch, head, None],
+                        m_k_scale,
+                        m_k_scale,
+                        batch,
+                        head,
                         m_cos,
                         m_sin,
                         Int32(0),

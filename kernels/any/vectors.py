@@ -70,9 +70,9 @@ def quotient(a: cutlass.Constexpr, b: Float32) -> Float32:
 
 
 @cute.jit
-def opaque(a: Int32) -> Int32:
+def opaque(a: Uint32) -> Uint32:
     """a, of which the compiler knows nothing: what is computed from it stays in the loop where it is."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[a])
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[a])
 
 
 @cute.jit
