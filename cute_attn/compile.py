@@ -88,8 +88,8 @@ def build(config: KernelConfig, options: str = "") -> Any:
     batch, seqlen_q, seqlen_k, heads_q, heads_k = (cute.sym_int32() for _ in range(5))
     padded_k, k_groups, v_groups, chunks = (cute.sym_int32() for _ in range(4))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    d = config.head_dim
-    vt = wide(f8, batch, heads_k, d, padded_k)
+    d, d_v = config.head_dim, config.head_dim_v
+    vt = wide(f8, batch, heads_k, d_v, padded_k)
     entry: Any
     args: list[Any]
     if isinstance(config, FwdConfig):
@@ -106,17 +106,18 @@ def build(config: KernelConfig, options: str = "") -> Any:
             rows(k_groups, K_SCALE_PAD, 4 * K_SCALE_PAD),
             rows(v_groups, 1, 4),
             scalars(batch, heads_q, seqlen_q),
-            wide(out, batch, seqlen_q, heads_q, d),
+            wide(out, batch, seqlen_q, heads_q, d_v),
             scalars(batch, heads_q, seqlen_q),
             cutlass.Float32(1.0),
             cutlass.Float32(1.0),
+            cutlass.Int32(1),
         ]
     else:
         from cute_attn.kernels.any.quantize import Quantize, TransposeV
         from cute_attn.kernels.any.vectors import IN_TYPES
 
         element = IN_TYPES[config.in_dtype]
-        v = fake(element, (batch, seqlen_k, heads_k, d), 8, element.width)  # eight elements a load
+        v = fake(element, (batch, seqlen_k, heads_k, d_v), 8, element.width)  # eight elements a load
         if config.in_dtype == "e4m3":
             entry, args = TransposeV(config), [v, vt]
         else:

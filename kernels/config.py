@@ -86,9 +86,9 @@ class FwdConfig:
 
     @property
     def pv_parts(self) -> tuple[int, ...]:
-        """Columns of each part of the value dimension."""
+        """Columns of each part of the value dimension, a short one first."""
         whole, rest = divmod(self.head_dim_v, self.pv_part)
-        return (self.pv_part,) * whole + ((rest,) if rest else ())
+        return ((rest,) if rest else ()) + (self.pv_part,) * whole
 
     @property
     def k_groups(self) -> int:
@@ -114,9 +114,18 @@ class FwdConfig:
         )
 
     @property
+    def q_stages(self) -> int:
+        """2, so that Q of the next work tile is there when this one is done, or 1 where that does not fit."""
+        return 2 if self._smem_bytes(2) <= SMEM_LIMIT else 1
+
+    @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory: 1 KiB of barriers and alignment, Q, K ring, V^T ring with its sum rows, O."""
-        q = self.tile_m * self.head_dim_padded
+        """Dynamic shared memory of a CTA."""
+        return self._smem_bytes(self.q_stages)
+
+    def _smem_bytes(self, q_stages: int) -> int:
+        """1 KiB of barriers and alignment, Q, K ring, V^T ring with its sum rows, O."""
+        q = q_stages * self.tile_m * self.head_dim_padded
         k = self.kv_stages * self.tile_n * self.head_dim_padded
         v = self.kv_stages * self.tile_n * (self.head_dim_v + SUM_ROWS)
         o = self.tile_m * self.head_dim_v * 2
