@@ -107,8 +107,13 @@ class FwdSm90:
         tma_q = cpasync.make_tiled_tma_atom(
             load, q, self.packed_rows(cute.select(layout_q, [0, 1]), tile_m, d), self.box(tile_m, d)
         )
-        tma_k = cpasync.make_tiled_tma_atom(load, k, cute.select(layout_k, [0, 1]), (tile_n, d))
-        tma_v = cpasync.make_tiled_tma_atom(load, vt, layout_v_box, (d_v, cfg.v_box))
+        shared = load if cfg.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        tma_k = cpasync.make_tiled_tma_atom(
+            shared, k, cute.select(layout_k, [0, 1]), (tile_n, d), num_multicast=cfg.cluster
+        )
+        tma_v = cpasync.make_tiled_tma_atom(
+            shared, vt, layout_v_box, (d_v, cfg.v_box), num_multicast=cfg.cluster
+        )
         store = cpasync.CopyBulkTensorTileS2GOp()
         tma_o = cpasync.make_tiled_tma_atom(
             store, o, self.packed_rows(cute.select(layout_o, [0, 1]), 64, d_v), self.box(64, d_v)
@@ -125,7 +130,8 @@ class FwdSm90:
             o: cute.struct.Align[cute.struct.MemRange[self.out_type, cute.cosize(layout_o)], 1024]
 
         self.storage = Storage
-        m_blocks = cute.ceil_div(q.shape[1] * cfg.pack_gqa, tile_m)
+        # CTAs of a cluster have neighbouring tiles of one head: there may be one of no rows.
+        m_blocks = cute.ceil_div(q.shape[1] * cfg.pack_gqa, tile_m * cfg.cluster) * cfg.cluster
         tiles = m_blocks * q.shape[3] * q.shape[4]
         turn = heads_in_turn(k.shape[0], k.shape[2] * k.shape[3], cfg)
         self.kernel(
@@ -153,8 +159,9 @@ class FwdSm90:
             tiles,
             k.shape[0],
         ).launch(
-            grid=[cutlass.min(tiles, sms), 1, 1],
+            grid=[cutlass.min(tiles, sms // cfg.cluster * cfg.cluster), 1, 1],
             block=[cfg.threads, 1, 1],
+            cluster=None if cfg.cluster == 1 else [cfg.cluster, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -231,20 +238,21 @@ class FwdSm90:
         s_v = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)  # (d_v + 8, tile_n, kv_stages)
         s_o = storage.o.get_tensor(layout_o.outer, swizzle=layout_o.inner)  # (64, d_v, warpgroups)
         pipes = (
-            self.ring(storage.bar_q.data_ptr(), cfg.q_stages, tile_m * d),
-            self.ring(storage.bar_k.data_ptr(), cfg.kv_stages, tile_n * d),
-            self.ring(storage.bar_v.data_ptr(), cfg.kv_stages, tile_n * d_v),
+            self.ring(storage.bar_q.data_ptr(), cfg.q_stages, tile_m * d, shared=False),
+            self.ring(storage.bar_k.data_ptr(), cfg.kv_stages, tile_n * d, shared=True),
+            self.ring(storage.bar_v.data_ptr(), cfg.kv_stages, tile_n * d_v, shared=True),
         )
         self.fill_sum_rows(s_v, tid)
-        pl.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
-        pl.pipeline_init_wait(cluster_shape_mn=(1, 1))
+        pl.pipeline_init_arrive(cluster_shape_mn=(cfg.cluster, 1), is_relaxed=True)
+        pl.pipeline_init_wait(cluster_shape_mn=(cfg.cluster, 1))
         cute.arch.sync_threads()  # all threads: mbarriers are initialised, the sum rows are written
 
         if warpgroup == cfg.consumer_warpgroups:
             cute.arch.setmaxregister_decrease(cfg.producer_regs)
             if warp_idx == 4 * cfg.consumer_warpgroups:
                 rows = lambda t: cute.group_modes(t, 0, cute.rank(t) - 1)
-                whole = cute.make_layout(1)
+                whole, parts = cute.make_layout(1), cute.make_layout(cfg.cluster)
+                rank = 0 if cutlass.const_expr(cfg.cluster == 1) else cute.arch.block_idx_in_cluster()
                 boxes = cute.local_tile(s_v, (d_v, cfg.v_box, cfg.kv_stages), (0, None, 0))  # no sum rows
                 boxes = cute.make_tensor(boxes.iterator, cute.select(boxes.layout, [0, 1, 3, 2]))
                 boxes = cute.group_modes(boxes, 0, 2)
@@ -260,8 +268,8 @@ class FwdSm90:
                     g_k = cute.local_tile(m_k[None, None, head_k, batch], (tile_n, d), (None, 0))
                     g_v = cute.local_tile(m_v[None, None, head_k, batch], (d_v, cfg.v_box), (0, None))
                     tq_s, tq_g = cpasync.tma_partition(atom_q, 0, whole, rows(s_q), cute.group_modes(g_q, 0, 3))
-                    tk_s, tk_g = cpasync.tma_partition(atom_k, 0, whole, rows(s_k), rows(g_k))
-                    tv_s, tv_g = cpasync.tma_partition(atom_v, 0, whole, boxes, rows(g_v))
+                    tk_s, tk_g = cpasync.tma_partition(atom_k, rank, parts, rows(s_k), rows(g_k))
+                    tv_s, tv_g = cpasync.tma_partition(atom_v, rank, parts, boxes, rows(g_v))
                     state_q, state = self.mainloop.produce(
                         (atom_q, tq_g, tq_s), (atom_k, tk_g, tk_s), (atom_v, tv_g, tv_s),
                         pipes, (state_q, state), blocks,
@@ -330,17 +338,22 @@ class FwdSm90:
         row0 = m_block * self.cfg.tile_m + tid // 32 * 16 + tid % 32 // 4
         return m_block, head, batch, row0, (row0 // self.cfg.pack_gqa + 1 + seqlen_k - seqlen_q, seqlen_k)
 
-    def ring(self, barriers, stages: int, tx_bytes: int):
-        """A TMA ring: one producer thread arrives with the byte count, one lane of each consumer warp releases."""
+    def ring(self, barriers, stages: int, tx_bytes: int, shared: bool):
+        """A TMA ring: one producer thread arrives with the byte count, one lane of each consumer warp releases.
+
+        shared: each CTA of the cluster fills a part of every CTA's stage, so its producer waits for the consumers of all.
+        """
+        cluster = self.cfg.cluster
+        consumers = 4 * self.cfg.consumer_warpgroups * (cluster if shared else 1)
         return pl.PipelineTmaAsync.create(
             num_stages=stages,
             producer_group=pl.CooperativeGroup(pl.Agent.Thread),
-            consumer_group=pl.CooperativeGroup(pl.Agent.Thread, 4 * self.cfg.consumer_warpgroups),
+            consumer_group=pl.CooperativeGroup(pl.Agent.Thread, consumers),
             tx_count=tx_bytes,
             barrier_storage=barriers,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-            mcast_mode_mn=(0, 1),
-            defer_sync=True,  # one fence and one CTA barrier for all rings, in the kernel
+            cta_layout_vmnk=cute.make_layout((1, cluster, 1, 1)),
+            mcast_mode_mn=(0, 1) if shared else (1, 0),
+            defer_sync=True,  # one fence and one barrier for all rings, in the kernel
         )
 
     @cute.jit

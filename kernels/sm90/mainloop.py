@@ -53,6 +53,7 @@ class Mainloop:
     def __init__(self, cfg: FwdConfig, policy: Fp8Policy):
         self.cfg = cfg
         self.policy = policy
+        self.receivers = None if cfg.cluster == 1 else cutlass.Int16((1 << cfg.cluster) - 1)  # CTAs that a load of K or V goes to
 
     # -- producer ---------------------------------------------------------------------------------------------
 
@@ -84,7 +85,13 @@ class Mainloop:
         """K of key tile n into the stage of `state`."""
         atom, g, s = load
         pipes[1].producer_acquire(state)  # waits until all consumer warps have released this stage's K
-        cute.copy(atom, g[None, n], s[None, state.index], tma_bar_ptr=pipes[1].producer_get_barrier(state))
+        cute.copy(
+            atom,
+            g[None, n],
+            s[None, state.index],
+            tma_bar_ptr=pipes[1].producer_get_barrier(state),
+            mcast_mask=self.receivers,
+        )
 
     @cute.jit
     def load_values(self, load, pipes, state, n: Int32):
@@ -98,6 +105,7 @@ class Mainloop:
                 g[None, n * boxes + c],
                 s[None, c, state.index],
                 tma_bar_ptr=pipes[2].producer_get_barrier(state),
+                mcast_mask=self.receivers,
             )
 
     # -- consumer ---------------------------------------------------------------------------------------------
