@@ -111,6 +111,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
             cutlass.Float32(1.0),
             cutlass.Float32(1.0),
             cutlass.Int32(1),
+            cutlass.Int32(1),
         ]
     else:
         from cute_attn.kernels.any.quantize import Quantize, TransposeV

@@ -69,7 +69,7 @@ class FwdConfig:
     check_keys: int = 64  # keys after which P by code is checked for overflow: fewer hold fewer registers
     qk_splits: int = 1  # parts of a tile's keys whose products Q K^T are issued and waited for one by one
     pv_part: int = 256  # columns of the value dimension whose products are issued and folded together
-    cluster: int = 1  # CTAs that share every tile of K and V: each loads a part for all; full attention alone
+    cluster: int = 1  # CTAs that share every tile of K and V: each loads a part for all
     pack_gqa: int = 1  # query heads of a group whose rows share a tile, those of one query side by side
 
     @property
@@ -155,8 +155,8 @@ class FwdConfig:
             raise ValueError(f"check_keys must be 32 or 64, got {self.check_keys}")
         if self.pv_part < 16 or self.pv_part % 16:
             raise ValueError(f"pv_part must be a multiple of 16, got {self.pv_part}")
-        if self.cluster not in (1, 2) or (self.cluster > 1 and self.causal):
-            raise ValueError(f"cluster must be 1, or 2 without a causal mask, got {self.cluster}")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
         if self.pack_gqa < 1 or 64 % self.pack_gqa:
             raise ValueError(f"pack_gqa must divide the 64 rows of a warpgroup, got {self.pack_gqa}")
         part = self.tile_n // self.qk_splits

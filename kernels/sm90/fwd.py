@@ -41,7 +41,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from ..common.mask import ROW_STEP, first_hidden_key
-from ..common.scheduler import heads_in_turn, key_blocks, rounds_of, tile_coord, tile_in_round
+from ..common.scheduler import key_blocks, rounds_of, unit_coord, unit_in_round
 from ..config import SUM_ROWS, FwdConfig
 from .mainloop import Barrier, Mainloop
 from .policy_fp8 import F8, Fp8Policy
@@ -80,7 +80,8 @@ class FwdSm90:
         lse: cute.Tensor,
         softmax_scale: Float32,
         softmax_scale_log2: Float32,
-        sms: Int32,
+        sms: Int32,  # CTAs at most
+        turn: Int32,  # key heads whose tiles are mixed in the order of work, see common/scheduler.py
         stream,
     ):
         cfg = self.cfg
@@ -130,10 +131,8 @@ class FwdSm90:
             o: cute.struct.Align[cute.struct.MemRange[self.out_type, cute.cosize(layout_o)], 1024]
 
         self.storage = Storage
-        # CTAs of a cluster have neighbouring tiles of one head: there may be one of no rows.
-        m_blocks = cute.ceil_div(q.shape[1] * cfg.pack_gqa, tile_m * cfg.cluster) * cfg.cluster
-        tiles = m_blocks * q.shape[3] * q.shape[4]
-        turn = heads_in_turn(k.shape[0], k.shape[2] * k.shape[3], cfg)
+        m_units = cute.ceil_div(q.shape[1] * cfg.pack_gqa, tile_m * cfg.cluster)  # the last may have a tile of no rows
+        units = m_units * q.shape[3] * q.shape[4]
         self.kernel(
             tma_q.atom,
             tma_q.tma_tensor,
@@ -154,12 +153,12 @@ class FwdSm90:
             lse,
             softmax_scale,
             softmax_scale_log2,
-            m_blocks,
+            m_units,
             turn,
-            tiles,
+            units,
             k.shape[0],
         ).launch(
-            grid=[cutlass.min(tiles, sms // cfg.cluster * cfg.cluster), 1, 1],
+            grid=[cutlass.min(units, sms // cfg.cluster) * cfg.cluster, 1, 1],
             block=[cfg.threads, 1, 1],
             cluster=None if cfg.cluster == 1 else [cfg.cluster, 1, 1],
             stream=stream,
@@ -211,9 +210,9 @@ class FwdSm90:
         m_lse: cute.Tensor,  # (seqlen_q, heads_q, batch)
         softmax_scale: Float32,
         softmax_scale_log2: Float32,
-        m_blocks: Int32,
+        m_units: Int32,
         turn: Int32,
-        tiles: Int32,
+        units: Int32,
         seqlen_k: Int32,
     ):
         cfg, g = self.cfg, self.cfg.pack_gqa
@@ -225,8 +224,8 @@ class FwdSm90:
         warpgroup = cute.arch.make_warp_uniform(tid // 128)
         seqlen_q, heads_k = m_q.shape[1], m_k.shape[2]
         group = m_q.shape[3] // heads_k  # query heads, or packs of them, of a key head
-        order = (m_blocks, group, heads_k, m_k.shape[3], turn)
-        rounds = rounds_of(cta, ctas, tiles, cfg)
+        order = (m_units, group, heads_k, m_k.shape[3], turn)
+        rounds = rounds_of(cta // cfg.cluster, ctas // cfg.cluster, units, cfg)
 
         if warp_idx == 4 * cfg.consumer_warpgroups:
             for atom in (atom_q, atom_k, atom_v, atom_o):
@@ -259,9 +258,9 @@ class FwdSm90:
                 state_q = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.q_stages)
                 state = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.kv_stages)
                 for r in cutlass.range(rounds, unroll=1):
-                    m_block, head, batch = tile_coord(tile_in_round(r, cta, ctas, cfg), *order, cfg)
+                    m_block, head, batch = self.tile(r, order)
                     head_k = head // group
-                    blocks, _ = key_blocks(m_block, seqlen_q, seqlen_k, cfg)
+                    blocks, _, _ = key_blocks(m_block, seqlen_q, seqlen_k, cfg)
                     g_q = cute.local_tile(
                         m_q[None, None, None, head, batch], self.box(tile_m, d), (0, m_block, 0)
                     )
@@ -294,8 +293,9 @@ class FwdSm90:
                 pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.kv_stages),
             )
             for r in cutlass.range(rounds, unroll=1):
-                m_block, head, batch, row0, limits = self.rows_of(tile_in_round(r, cta, ctas, cfg), order, seqlen_q, seqlen_k)
-                blocks, masked_blocks = key_blocks(m_block, seqlen_q, seqlen_k, cfg)
+                m_block, head, batch = self.tile(r, order)
+                row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k)
+                blocks = key_blocks(m_block, seqlen_q, seqlen_k, cfg)
                 q_scale = cute.make_rmem_tensor(2, Float32)
                 for i in cutlass.range_constexpr(2):
                     row = row0 + ROW_STEP * i
@@ -312,14 +312,12 @@ class FwdSm90:
                     pipes,
                     states,
                     blocks,
-                    masked_blocks,
                 )
                 # Computed again, from a number that the compiler cannot know to be r: at head_dim_v 256 there is no
                 # register to keep them in over the loop.
                 again = cute.arch.shuffle_sync(r, 0)
-                m_block, head, batch, row0, limits = self.rows_of(
-                    tile_in_round(again, cta, ctas, cfg), order, seqlen_q, seqlen_k
-                )
+                m_block, head, batch = self.tile(again, order)
+                row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k)
                 self.epilogue(
                     out, state[0], limits, v_scale, softmax_scale, row0, warpgroup, warp_idx, tid,
                     s_o, atom_o, m_o[None, None, None, head, batch], m_block,
@@ -328,15 +326,27 @@ class FwdSm90:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
     @cute.jit
-    def rows_of(self, work: Int32, order, seqlen_q: Int32, seqlen_k: Int32):
-        """(m_block, head, batch, this thread's first row of the tile's head, limits of the mask) of a work tile.
+    def tile(self, r: Int32, order):
+        """(m_block, head, batch) of this CTA's tile of round r.
 
-        A thread has two rows, the second ROW_STEP below the first. limits is bottom-right, see `first_hidden_key`.
+        CTAs of a cluster change places from round to round: with a causal mask the first has less to do.
         """
-        m_block, head, batch = tile_coord(work, *order, self.cfg)
+        size = self.cfg.cluster
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        unit = unit_in_round(r, cta // size, ctas // size, self.cfg)
+        m_unit, head, batch = unit_coord(unit, *order, self.cfg)
+        return m_unit * size + (cta + r) % size, head, batch
+
+    @cute.jit
+    def rows_of(self, m_block: Int32, seqlen_q: Int32, seqlen_k: Int32):
+        """This thread's first row of the head, the second is ROW_STEP below; limits of the causal mask, bottom-right.
+
+        See `first_hidden_key` for the limits.
+        """
         tid, _, _ = cute.arch.thread_idx()
         row0 = m_block * self.cfg.tile_m + tid // 32 * 16 + tid % 32 // 4
-        return m_block, head, batch, row0, (row0 // self.cfg.pack_gqa + 1 + seqlen_k - seqlen_q, seqlen_k)
+        return row0, (row0 // self.cfg.pack_gqa + 1 + seqlen_k - seqlen_q, seqlen_k)
 
     def ring(self, barriers, stages: int, tx_bytes: int, shared: bool):
         """A TMA ring: one producer thread arrives with the byte count, one lane of each consumer warp releases.

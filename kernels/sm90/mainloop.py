@@ -185,26 +185,35 @@ class Mainloop:
         return v_scale, stage
 
     @cute.jit
-    def consume(self, frags, scales, softmax_state, out, pipes, states, blocks: Int32, masked_blocks: Int32):
+    def consume(self, frags, scales, softmax_state, out, pipes, states, key_blocks):
         """All key tiles of one work tile, from the highest keys down.
 
         frags (Q, K, V parts), scales (q_scale (2,), k_scale (groups,), v_scale (groups,)), softmax_state
         (the policy's state, limits of the mask), out: FP32 accumulators, updated in place. pipes are those of Q, K, V,
-        states the consumer's of Q and of K and V. Returns the V scale O is in units of, and the states.
+        states the consumer's of Q and of K and V, key_blocks see scheduler.py. Returns the V scale O is in units of, and the states.
         """
         cfg, policy = self.cfg, self.policy
-        pipe_q = pipes[0]
+        pipe_q, pipe_k, pipe_v = pipes
         state_q, stage = states
+        blocks, passed, masked = key_blocks
         p = policy.new_p()
         pipe_q.consumer_wait(state_q)  # TMA has filled Q
         q_frag, k_frag, v_frags = frags
         frags = (q_frag[None, None, None, state_q.index], k_frag, v_frags)
+        if const_expr(cfg.cluster > 1 and cfg.causal):
+            for _ in cutlass.range(passed, unroll=1):  # blocks of another tile of the unit
+                pipe_k.consumer_wait(stage)
+                pipe_k.consumer_release(stage)
+                pipe_v.consumer_wait(stage)
+                pipe_v.consumer_release(stage)
+                stage.advance()
+            blocks = blocks - passed
         v_prev = scales[2][((blocks - 1) * cfg.tile_n) >> V_SCALE_SHIFT]
-        for j in cutlass.range(masked_blocks, unroll=1):
+        for j in cutlass.range(masked, unroll=1):
             v_prev, stage = self.step(
                 True, blocks - 1 - j, frags, scales, softmax_state, out, p, v_prev, pipes, stage
             )
-        for j in cutlass.range(masked_blocks, blocks, unroll=1):
+        for j in cutlass.range(masked, blocks, unroll=1):
             v_prev, stage = self.step(
                 False, blocks - 1 - j, frags, scales, softmax_state, out, p, v_prev, pipes, stage
             )
