@@ -317,7 +317,7 @@ def _several(allowed: Sequence[Any]) -> Callable[[str], list[Any]]:
 
 
 def _head_dims(text: str) -> list[tuple[int, int]]:
-    """"128,192:128" as [(128, 128), (192, 128)]."""
+    """ "128,192:128" as [(128, 128), (192, 128)]."""
     pairs = []
     for part in text.split(","):
         sizes = [size.strip() for size in part.split(":")]

@@ -24,8 +24,8 @@ from cute_attn.bench import cases, figures, lengths, peers, record, report, timi
 from cute_attn.kernels.config import FwdConfig, QuantizeConfig
 
 CASE = cases.Case(batch=2, seqlen_q=200, seqlen_k=200, heads_q=4, heads_k=2, head_dim=64, causal=True)
-FWD = FwdConfig(128, 128, 256, 2, "e4m3", "code", True, "bf16")
-QUANTIZE = QuantizeConfig(128, "bf16", "e4m3", "token", "block64", "block", rotate=True, smooth=True)
+FWD = FwdConfig(128, 128, 128, 256, 2, "e4m3", "code", True, "bf16")
+QUANTIZE = QuantizeConfig(128, 128, "bf16", "e4m3", "token", "block64", "block", rotate=True, smooth=True)
 
 
 def meta(**git: Any) -> dict[str, Any]:
@@ -668,7 +668,7 @@ def kernel_figures(config: Any, **changes: Any) -> SimpleNamespace:
 
 def test_tile_steps_count_what_the_mask_leaves() -> None:
     case = cases.Case(1, 1024, 1024, 2, 2, 128, True)
-    full = FwdConfig(128, 128, 256, 2, "e4m3", "code", False, "bf16")
+    full = FwdConfig(128, 128, 128, 256, 2, "e4m3", "code", False, "bf16")
     assert figures.tile_steps(full, case) == 2 * 8 * 4
     assert figures.tile_steps(FWD, case) == 2 * (1 + 1 + 2 + 2 + 3 + 3 + 4 + 4)
     # 100 queries at the end of 300 keys see 201 to 300 of them; 300 queries over 100 keys: 200 rows see none
@@ -697,7 +697,9 @@ def test_quantiser_bytes() -> None:
     case = cases.Case(1, 512, 512, 4, 2, 128, False)
     scales = 4 * 512 + 2 * 8 + 2 * 2
     assert figures.quantize_bytes(QUANTIZE, case) == 3 * 512 * 128 * (4 + 2 * 2) + 4 * (scales + 4 * 512)
-    transpose = QuantizeConfig(128, "e4m3", "e4m3", "token", "block64", "block", rotate=False, smooth=False)
+    transpose = QuantizeConfig(
+        128, 128, "e4m3", "e4m3", "token", "block64", "block", rotate=False, smooth=False
+    )
     assert figures.quantize_bytes(transpose, case) == 2 * 512 * 128 * 2
 
 

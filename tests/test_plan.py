@@ -108,7 +108,9 @@ def test_every_pair_of_head_dims_has_a_kernel_that_can_be_built() -> None:
         ]
         assert tile == wide_enough[0]
         # Rows of one key are ordered by what they cost: no later one would have been smaller.
-        assert all(tile.head_dim * tile.head_dim_v <= other.head_dim * other.head_dim_v for other in wide_enough)
+        assert all(
+            tile.head_dim * tile.head_dim_v <= other.head_dim * other.head_dim_v for other in wide_enough
+        )
     assert set(used) == set(plan.TILES)
 
 
@@ -156,7 +158,9 @@ def test_every_choice_of_a_row_reaches_the_kernel() -> None:
     for pair, key in itertools.product(PAIRS, KEYS):
         tile = plan.find_tile(*pair, *key)
         config = plan.forward_config(*pair, *key, "fp16", pack_gqa=4)
-        assert {name: getattr(config, name) for name in chosen} == {name: getattr(tile, name) for name in chosen}
+        assert {name: getattr(config, name) for name in chosen} == {
+            name: getattr(tile, name) for name in chosen
+        }
         assert (config.head_dim, config.head_dim_v) == pair
         assert (config.qk_dtype, config.causal, config.p_rounding) == key
         assert (config.out_dtype, config.pack_gqa) == ("fp16", 4)
@@ -297,7 +301,9 @@ def test_rows_are_packed_where_that_needs_fewer_tiles(case: Problem) -> None:
 )
 def test_packing_of_query_heads(seqlen_q: int, heads: tuple[int, int], pack: int, tiles: int) -> None:
     heads_q, heads_k = heads
-    made = make_plan(problem(batch=5, seqlen_q=seqlen_q, heads_q=heads_q, heads_k=heads_k, causal=True), "auto")
+    made = make_plan(
+        problem(batch=5, seqlen_q=seqlen_q, heads_q=heads_q, heads_k=heads_k, causal=True), "auto"
+    )
     assert made.config.tile_m == 128
     assert (made.config.pack_gqa, made.work_tiles) == (pack, 5 * tiles)
     assert (f"_g{pack}" in made.kernel) == (pack > 1)
