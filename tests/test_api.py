@@ -258,7 +258,7 @@ def test_padding_with_zeros_is_what_the_refusal_says() -> None:
     wide = [
         torch.nn.functional.pad(x.view(torch.uint8), (0, 8)).view(E4M3) for x in (q, k, v)
     ]  # a zero byte is e4m3's zero
-    with pytest.raises(ValueError, match="head_dim of v is 40; .* pad to is 48: "):
+    with pytest.raises(ValueError, match=r"head_dim of v is 40; .* pad to is 48: "):
         cute_attn.flash_attn_fp8_func(*wide[:2], v, backend="emulator")
     out = cute_attn.flash_attn_fp8_func(*wide, softmax_scale=72**-0.5, backend="emulator")
     exact = attention(q, k, v, return_lse=False)
