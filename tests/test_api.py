@@ -224,7 +224,7 @@ def test_shapes_and_dtypes(in_dtype: torch.dtype, out_dtype: torch.dtype | None)
     assert torch.equal(prepared, out)
 
 
-# Recipes that do not rotate: the transform wants a power of two.
+# Rotation is the quantiser's matter, tested there for every head_dim.
 UNROTATED = [dataclasses.replace(PRESETS[name], rotation="none") for name in ("fp8", "accurate")]
 
 

@@ -264,7 +264,7 @@ def test_forward_is_exact_attention_up_to_p(name: str, head_dim: int, causal: bo
     assert 0.8 < measured < 1.2
 
 
-# Recipes that do not rotate: the transform wants a power of two.
+# Rotation is the quantiser's matter.
 UNROTATED = {
     name: dataclasses.replace(RECIPES[name], name=f"{name} unrotated", rotation="none") for name in ALL
 }
