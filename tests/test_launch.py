@@ -43,8 +43,8 @@ def test_dtypes_of_the_arguments(name: str, default: torch.dtype, calls: list[tu
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
-        qkv = launch.launch_quantize(q, k, v, recipe, quantize_config(recipe, 64, "bf16"))
-        config = forward_config(64, recipe.qk_dtype, True, recipe.p_rounding, "bf16")
+        qkv = launch.launch_quantize(q, k, v, recipe, quantize_config(recipe, 64, 64, "bf16"))
+        config = forward_config(64, 64, recipe.qk_dtype, True, recipe.p_rounding, "bf16")
         options = {"causal": True, "softmax_scale": 0.125, "out_dtype": torch.bfloat16}
         launch.launch_forward(qkv, config, **options)
     finally:
@@ -69,7 +69,7 @@ def test_what_the_mean_key_is_made_of(given: bool, calls: list[tuple[Any, ...]])
     v = v.repeat(1, 40, 1, 1)
     recipe = PRESETS["accurate"]
     mean = torch.randn(2, 2, 64, dtype=torch.float32) if given else None
-    launch.launch_quantize(q, k, v, recipe, quantize_config(recipe, 64, "bf16"), k_mean=mean)
+    launch.launch_quantize(q, k, v, recipe, quantize_config(recipe, 64, 64, "bf16"), k_mean=mean)
     (args,) = calls
     sums, chunk, count = args[4], *args[-2:]
     if mean is None:
@@ -82,7 +82,7 @@ def test_rows_of_k_scales_are_readable_to_the_pad(calls: list[tuple[Any, ...]]) 
     """The forward kernel loads up to K_SCALE_PAD scales at once: 333 keys are 6 groups, in rows of 8."""
     q, k, v = inputs()
     recipe = PRESETS["accurate"]
-    qkv = launch.launch_quantize(q, k, v, recipe, quantize_config(recipe, 64, "bf16"))
+    qkv = launch.launch_quantize(q, k, v, recipe, quantize_config(recipe, 64, 64, "bf16"))
     qkv.k_scale.fill_(1.0)  # no kernel has
     assert launch._padded_rows(qkv.k_scale) is qkv.k_scale  # the quantiser's own are never copied
     codes = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
@@ -102,7 +102,7 @@ def test_rows_of_k_scales_are_readable_to_the_pad(calls: list[tuple[Any, ...]]) 
 
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_sequences_past_the_grid_are_refused(name: str, calls: list[tuple[Any, ...]]) -> None:
-    config, recipe = quantize_config(PRESETS["default"], 64, "bf16"), PRESETS["default"]
+    config, recipe = quantize_config(PRESETS["default"], 64, 64, "bf16"), PRESETS["default"]
     rows = {"q": 1, "k": 1} | {name: QUANTIZE_ROWS_LIMIT + 1}
     q, k = (torch.empty(1, 1, 1, 64, dtype=torch.bfloat16).expand(1, rows[x], 1, 64) for x in "qk")
     with pytest.raises(ValueError, match=f"{name} has 33553921 rows; the quantiser takes at most 33553920"):
