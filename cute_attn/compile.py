@@ -288,8 +288,9 @@ def _chosen(
             for dtype in dtypes:
                 configs[plan.quantize_config(recipe, head_dim, head_dim_v, dtype)] = None
                 for causal, group in itertools.product((False, True), groups):
-                    key = (head_dim, head_dim_v, recipe.qk_dtype, causal, recipe.p_rounding, dtype)
-                    configs[plan.forward_config(*key, pack_gqa=group)] = None
+                    key = (head_dim, head_dim_v, recipe.qk_dtype, causal, recipe.p_rounding)
+                    for cluster in (1, plan.find_tile(*key).cluster):
+                        configs[plan.forward_config(*key, dtype, group, cluster)] = None
     for _, head_dim_v in head_dims:
         configs[plan.transpose_config(head_dim_v)] = None
     return list(configs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -56,6 +56,7 @@ class Tile:
     check_keys: int = 64
     consumer_regs: int = 240
     producer_regs: int = 24
+    cluster: int = 1  # where a head has tiles enough, see `_choose_cluster`
 
     def serves(self, head_dim: int, head_dim_v: int, qk_dtype: str, causal: bool, p_rounding: str) -> bool:
         """Whether its limits hold; the first row of `TILES` that says so is the one that counts."""
@@ -152,6 +153,7 @@ TILES: Final = (
         p_roundings=("code",),
         tile_n=256,
         qk_splits=2,
+        cluster=2,
         why=f"{_MIDDLE}; {_HALVES}",
     ),
     Tile(
@@ -168,6 +170,7 @@ TILES: Final = (
         tile_n=128,
         qk_splits=2,
         pv_part=64,
+        cluster=2,
         why=f"{_LARGE}, so P V is accumulated 64 columns at a time, each part folded under the product of "
         f"the next; {_HALVES}",
     ),
@@ -210,6 +213,7 @@ def forward_config(
     p_rounding: str,
     out_dtype: str,
     pack_gqa: int = 1,
+    cluster: int = 1,
 ) -> FwdConfig:
     """The forward kernel for these properties of a problem; `out_dtype` is "bf16" or "fp16".
 
@@ -232,6 +236,7 @@ def forward_config(
         qk_splits=tile.qk_splits,
         pv_part=tile.pv_part,
         pack_gqa=pack_gqa,
+        cluster=cluster,
     )
 
 
@@ -284,6 +289,7 @@ def all_forward_configs() -> list[FwdConfig]:
       The pairs (e4m3 full, int8 causal) and (int8 full, e4m3 causal) take turns.
     - Some pairs of unlike head_dim and head_dim_v likewise, and 192/128 (prefill of multi-head latent
       attention) with every mask and operand type.
+    - Clusters of two, which long sequences take in some classes of tiles: all of the above from bf16 that have them.
     - Packed GQA, for each class of tiles and the smallest, a middle and the largest group.
 
     Everything else is compiled on first use by the same code.
@@ -303,6 +309,9 @@ def all_forward_configs() -> list[FwdConfig]:
         forward_config(192, 128, qk_dtype, causal, "code", "bf16")
         for qk_dtype, causal in itertools.product(QK_DTYPES, masks)
     ]
+    for c in [c for c in configs if c.out_dtype == "bf16"]:
+        tile = find_tile(c.head_dim, c.head_dim_v, c.qk_dtype, c.causal, c.p_rounding)
+        configs.append(replace(c, cluster=tile.cluster))
     for turn, (d, group) in enumerate(itertools.product(TUNED_HEAD_DIMS, (2, 8, 64))):
         configs.append(
             forward_config(d, d, QK_DTYPES[turn % 2], bool(turn // 2 % 2), "code", "bf16", pack_gqa=group)
@@ -369,6 +378,10 @@ BREAK_EVEN_KEYS: Final = 4096
 H200 (perf/records/whole_call.json). Quantising costs what reading and writing the operands once costs."""
 
 
+_CAUSAL_CLUSTER_BLOCKS: Final = 16
+"""Tiles of a head from which clusters pay under a causal mask (perf/log.md, run 10)."""
+
+
 def _equivalent_keys(problem: Problem) -> int:
     """Keys of full self-attention, as many key as query heads, with the same work an element of Q, K, V."""
     queries, keys = problem.seqlen_q, problem.seqlen_k
@@ -403,6 +416,14 @@ def _choose_pack_gqa(problem: Problem, tile_m: int) -> tuple[int, str | None]:
         f"{shared}: packed into shared tiles their rows need {packed} of them instead of {alone}, and each "
         "tile reads the keys anew"
     )
+
+
+def _choose_cluster(tile: Tile, blocks: int, causal: bool) -> tuple[int, str | None]:
+    """(`cluster` of the kernel, the reason where there is one to give), for `blocks` tiles of a head or pack."""
+    enough = _CAUSAL_CLUSTER_BLOCKS if causal else 2
+    if tile.cluster == 1 or blocks < enough or blocks % 2 * 8 > blocks:
+        return 1, None
+    return tile.cluster, "two CTAs of neighbouring tiles each load half of the keys and values, for both"
 
 
 @dataclass(frozen=True)
@@ -456,7 +477,8 @@ class Plan:
             "tiles": f"{config.tile_m} queries x {config.tile_n} keys, {config.kv_stages} K/V stages, "
             f"{config.consumer_warpgroups} consumer warpgroups of {config.consumer_regs} registers"
             f"; Q K^T in {_parts(config.qk_splits)}; P V in {_parts(len(config.pv_parts))}"
-            + (f"; rows of {config.pack_gqa} query heads packed" if config.pack_gqa > 1 else ""),
+            + (f"; rows of {config.pack_gqa} query heads packed" if config.pack_gqa > 1 else "")
+            + (f"; clusters of {config.cluster}" if config.cluster > 1 else ""),
             "smem": f"{self.smem_bytes} of {SMEM_LIMIT} bytes{of_kernel}",
             "work tiles": f"{self.work_tiles}{of_kernel}",
         }
@@ -496,7 +518,10 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
     pack_gqa, why_pack = _choose_pack_gqa(problem, tile.tile_m)
     if why_pack is not None:
         reasons.append(why_pack)
-    config = forward_config(*key, DTYPE_NAMES[problem.out_dtype], pack_gqa)
+    cluster, why_cluster = _choose_cluster(tile, -(-problem.seqlen_q * pack_gqa // tile.tile_m), causal)
+    if why_cluster is not None:
+        reasons.append(why_cluster)
+    config = forward_config(*key, DTYPE_NAMES[problem.out_dtype], pack_gqa, cluster)
 
     quantiser = None
     if problem.in_dtype is not None:

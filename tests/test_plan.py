@@ -151,18 +151,18 @@ def test_every_choice_of_a_row_reaches_the_kernel() -> None:
     chosen = {field.name for field in dataclasses.fields(plan.Tile)} & {
         field.name for field in dataclasses.fields(FwdConfig)
     }
-    chosen -= {"head_dim", "head_dim_v"}  # the widest that the row serves, not a choice
-    keys = {"head_dim", "head_dim_v", "qk_dtype", "causal", "p_rounding", "out_dtype", "pack_gqa"}
+    chosen -= {"head_dim", "head_dim_v", "cluster"}  # the largest that the row serves, not a choice
+    keys = {"head_dim", "head_dim_v", "qk_dtype", "causal", "p_rounding", "out_dtype", "pack_gqa", "cluster"}
     assert chosen | keys == {field.name for field in dataclasses.fields(FwdConfig)}
     for pair, key in itertools.product(PAIRS, KEYS):
         tile = plan.find_tile(*pair, *key)
-        config = plan.forward_config(*pair, *key, "fp16", pack_gqa=4)
+        config = plan.forward_config(*pair, *key, "fp16", pack_gqa=4, cluster=2)
         assert {name: getattr(config, name) for name in chosen} == {
             name: getattr(tile, name) for name in chosen
         }
         assert (config.head_dim, config.head_dim_v) == pair
         assert (config.qk_dtype, config.causal, config.p_rounding) == key
-        assert (config.out_dtype, config.pack_gqa) == ("fp16", 4)
+        assert (config.out_dtype, config.pack_gqa, config.cluster) == ("fp16", 4, 2)
 
 
 @pytest.mark.parametrize("config", plan.all_forward_configs(), ids=lambda config: config.name)
