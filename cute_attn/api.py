@@ -77,11 +77,13 @@ def fp8_attention(
     memory.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1; head_dim 64, 128 or 256.
-            Other strides are free (slices of a fused qkv, transposed views); on the GPU a tensor whose
-            address or strides are no multiples of 16 bytes is copied first.
-        k, v: (batch, seqlen_k, heads_k, head_dim), dtype and device of q. heads_q is a multiple of heads_k:
+        q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1; head_dim a multiple of 16
+            from 32 to 256. Other strides are free (slices of a fused qkv, transposed views); on the GPU a
+            tensor whose address or strides are no multiples of 16 bytes is copied first.
+        k: (batch, seqlen_k, heads_k, head_dim), dtype and device of q. heads_q is a multiple of heads_k:
             query head h uses key head h // (heads_q // heads_k).
+        v: (batch, seqlen_k, heads_k, head_dim_v), likewise; head_dim_v, too, a multiple of 16 from 32 to 256,
+            often that of q (it is not in multi-head latent attention: 192 and 128).
         recipe: "naive", "paper", "fp8", "accurate", "default" (= "accurate": int8 Q K^T, e4m3 P V), or an
             `Fp8Recipe`.
         causal: hide key j from query i unless j <= i + seqlen_k - seqlen_q (bottom-right alignment).
@@ -93,7 +95,7 @@ def fp8_attention(
         out_dtype: float16 or bfloat16; default that of q.
 
     Returns:
-        out (batch, seqlen_q, heads_q, head_dim) of `out_dtype`; with `return_lse` also lse (batch, heads_q,
+        out (batch, seqlen_q, heads_q, head_dim_v) of `out_dtype`; with `return_lse` also lse (batch, heads_q,
         seqlen_q) float32, natural log. A row that sees no key has out 0 and lse -inf. A NaN or infinity in an
         input makes NaN every output that depends on its scale group; it never becomes a plausible number.
 
@@ -152,7 +154,8 @@ def fp8_attention_quantized(
     """`fp8_attention` on operands that `quantize` has prepared (arXiv 2407.08608, section 3.3).
 
     Args:
-        qkv: of `quantize`, for batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim as in `fp8_attention`.
+        qkv: of `quantize`, for batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim and head_dim_v as in
+            `fp8_attention`.
         causal, softmax_scale, return_lse, backend: as in `fp8_attention`.
         out_dtype: float16 or bfloat16; default `qkv.dtype`, that of the tensors it was made from.
 
@@ -234,8 +237,10 @@ def flash_attn_fp8_func(
     2407.08608, section 3.3).
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim) float8_e4m3fn, last stride 1; head_dim 64, 128 or 256.
-        k, v: (batch, seqlen_k, heads_k, head_dim), likewise; heads_q is a multiple of heads_k.
+        q: (batch, seqlen_q, heads_q, head_dim) float8_e4m3fn, last stride 1; head_dim a multiple of 16 from
+            32 to 256.
+        k: (batch, seqlen_k, heads_k, head_dim), likewise; heads_q is a multiple of heads_k.
+        v: (batch, seqlen_k, heads_k, head_dim_v), likewise; head_dim_v another multiple of 16 from 32 to 256.
         softmax_scale, causal: as in `fp8_attention`.
         q_descale, k_descale, v_descale: (batch, heads_k) float32, > 0, any strides: factors from codes to
             values; default 1. That of q serves all query heads of its key head.
@@ -275,8 +280,10 @@ def quantize(
     about.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1; head_dim 64, 128 or 256.
-        k, v: (batch, seqlen_k, heads_k, head_dim), dtype and device of q; heads_q is a multiple of heads_k.
+        q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1; head_dim a multiple of 16
+            from 32 to 256.
+        k: (batch, seqlen_k, heads_k, head_dim), dtype and device of q; heads_q is a multiple of heads_k.
+        v: (batch, seqlen_k, heads_k, head_dim_v), likewise; head_dim_v another multiple of 16 from 32 to 256.
         recipe: name of a preset, or an `Fp8Recipe`.
         backend: "auto", "sm90" or "emulator" (here the torch reference), as in `fp8_attention`.
 
@@ -318,7 +325,7 @@ def explain(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim) as in `fp8_attention`; or a `QuantizedQKV`, alone, for
             `fp8_attention_quantized`.
-        k, v: (batch, seqlen_k, heads_k, head_dim) as in `fp8_attention`.
+        k, v: (batch, seqlen_k, heads_k, head_dim or head_dim_v) as in `fp8_attention`.
         recipe, causal, backend, out_dtype: as in `fp8_attention`. A `QuantizedQKV` brings its recipe along.
 
     Returns:
@@ -394,10 +401,11 @@ def _plan_inputs(
 ) -> Plan:
     """Check all about 16-bit inputs that a plan depends on, and plan."""
     validate.check_inputs(q, k, v)
-    assert isinstance(q, Tensor) and isinstance(k, Tensor)
+    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     problem = Problem.from_tensors(
         q,
         k,
+        v,
         resolve_recipe(recipe),
         causal=validate.check_causal(causal),
         out_dtype=validate.check_out_dtype(out_dtype, q.dtype),
@@ -493,8 +501,9 @@ def _attend(
             causal=config.causal,
             softmax_scale=scale,
             tile_m=config.tile_m,
-            check_keys=config.check_keys,
             tile_n=config.tile_n,
+            pack_gqa=config.pack_gqa,
+            check_keys=config.check_keys,
             out_dtype=problem.out_dtype,
         )
     return (out, lse) if return_lse else out
@@ -503,7 +512,8 @@ def _attend(
 def _empty_result(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor]:
     """Zeros and lse -inf: what rows without keys give, however many rows there are."""
     rows, heads = problem.seqlen_q, problem.heads_q
-    out = torch.zeros(problem.batch, rows, heads, problem.head_dim, dtype=problem.out_dtype, device=device)
+    shape = (problem.batch, rows, heads, problem.head_dim_v)
+    out = torch.zeros(shape, dtype=problem.out_dtype, device=device)
     return out, torch.full((problem.batch, heads, rows), -math.inf, dtype=torch.float32, device=device)
 
 

@@ -7,7 +7,8 @@ every shape. The result takes torch tensors through TVM-FFI and launches on torc
 disk cache (see `cute_attn.cache`), else the compiler. `inspect` says what the compiler made of a kernel. The
 DSL, half a second of import, is imported only where a kernel is not in memory.
 
-    python -m cute_attn.compile [--arch sm_90a] [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES] [--jobs N]
+    python -m cute_attn.compile [--arch sm_90a] [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES]
+        [--pack-gqa GROUPS] [--jobs N]
 
 fills the disk cache ahead of use, also on a machine without a GPU, for example while an image is built.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import multiprocessing
 import os
 import re
@@ -27,10 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn import cache, plan, sass
-from cute_attn.kernels.config import FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import HEAD_DIMS, FwdConfig, QuantizeConfig
 from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import PRESETS
-from cute_attn.validate import HEAD_DIMS
 
 __all__ = [
     "ARCH",
@@ -174,7 +175,7 @@ def _load_or_build(config: KernelConfig) -> Callable[..., None]:
 
 
 def configurations() -> list[KernelConfig]:
-    """Every shipped kernel: the forward kernels that a plan can name, the quantisers of the named recipes."""
+    """The kernels that every test run compiles and checks, see `plan.all_forward_configs` for how they were chosen."""
     return [*plan.all_forward_configs(), *plan.all_quantize_configs()]
 
 
@@ -258,19 +259,25 @@ def _dynamic_smem(ir: str) -> list[int]:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def _chosen(recipes: Sequence[str], head_dims: Sequence[int], dtypes: Sequence[str]) -> list[KernelConfig]:
-    """Forward kernels and quantisers of these recipes, head dimensions and dtypes ("bf16", "fp16")."""
+def _chosen(
+    recipes: Sequence[str],
+    head_dims: Sequence[tuple[int, int]],
+    dtypes: Sequence[str],
+    groups: Sequence[int],
+) -> list[KernelConfig]:
+    """Forward kernels and quantisers of these recipes, (head_dim, head_dim_v), dtypes ("bf16", "fp16") and
+    `pack_gqa`."""
     configs: dict[KernelConfig, None] = {}
     for name in recipes:
         recipe = PRESETS[name]
-        for head_dim in head_dims:
+        for head_dim, head_dim_v in head_dims:
             for dtype in dtypes:
-                configs[plan.quantize_config(recipe, head_dim, dtype)] = None
-                for causal in (False, True):
-                    key = (head_dim, recipe.qk_dtype, causal, recipe.p_rounding, dtype)
-                    configs[plan.forward_config(*key)] = None
-    for head_dim in head_dims:
-        configs[plan.transpose_config(head_dim)] = None
+                configs[plan.quantize_config(recipe, head_dim, head_dim_v, dtype)] = None
+                for causal, group in itertools.product((False, True), groups):
+                    key = (head_dim, head_dim_v, recipe.qk_dtype, causal, recipe.p_rounding, dtype)
+                    configs[plan.forward_config(*key, pack_gqa=group)] = None
+    for _, head_dim_v in head_dims:
+        configs[plan.transpose_config(head_dim_v)] = None
     return list(configs)
 
 
@@ -297,6 +304,20 @@ def _several(allowed: Sequence[Any]) -> Callable[[str], list[Any]]:
     return parse
 
 
+def _head_dims(text: str) -> list[tuple[int, int]]:
+    """ "128,192:128" as [(128, 128), (192, 128)]."""
+    pairs = []
+    for part in text.split(","):
+        sizes = [size.strip() for size in part.split(":")]
+        if len(sizes) > 2 or not all(size.isdecimal() and int(size) in HEAD_DIMS for size in sizes):
+            raise argparse.ArgumentTypeError(
+                f"{part.strip()!r} is no multiple of 16 from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, nor two of them as "
+                "HEAD_DIM:HEAD_DIM_V"
+            )
+        pairs.append((int(sizes[0]), int(sizes[-1])))
+    return pairs
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0; 1 if a kernel did not compile or there is no disk cache to fill."""
     names, dtypes = list(PRESETS), list(plan.DTYPE_NAMES.values())
@@ -310,10 +331,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=["default"],
         help=f"of {', '.join(names)} (default: default)",
     )
+    tuned = plan.TUNED_HEAD_DIMS
     parser.add_argument(
-        "--head-dim", type=_several(HEAD_DIMS), default=list(HEAD_DIMS), help="default: all of them"
+        "--head-dim",
+        type=_head_dims,
+        default=[(d, d) for d in tuned],
+        help=f"of Q, K and V, or D:DV where V has another, like 192:128 (default: {','.join(map(str, tuned))})",
     )
     parser.add_argument("--dtype", type=_several(dtypes), default=dtypes, help="default: bf16,fp16")
+    parser.add_argument(
+        "--pack-gqa",
+        type=_several((1, 2, 4, 8, 16, 32, 64)),
+        default=[1],
+        help="query heads of a key head whose rows are packed, as plans do for few queries (default: 1, not packed)",
+    )
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="default: %(default)s")
     args = parser.parse_args(argv)
     if args.jobs < 1:
@@ -322,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder is None:
         print("the disk cache is off, there is nothing to fill", file=sys.stderr)
         return 1
-    configs = _chosen(args.recipe, args.head_dim, args.dtype)
+    configs = _chosen(args.recipe, args.head_dim, args.dtype, args.pack_gqa)
     start, failed = time.perf_counter(), 0
     context = multiprocessing.get_context("spawn")  # the DSL aborts where two threads compile at once
     with concurrent.futures.ProcessPoolExecutor(min(args.jobs, len(configs)), mp_context=context) as pool:

@@ -22,7 +22,8 @@ class Problem:
         batch: sequences.
         seqlen_q, seqlen_k: queries and keys of each sequence.
         heads_q, heads_k: query heads, and the key/value heads that groups of them share.
-        head_dim: of q, k and v.
+        head_dim: of q and k.
+        head_dim_v: of v and the output.
         in_dtype: float16 or bfloat16 where the call quantises; None where it starts from quantised operands.
         out_dtype: float16 or bfloat16.
         causal: key j is visible to query i iff j <= i + seqlen_k - seqlen_q.
@@ -37,6 +38,7 @@ class Problem:
     heads_q: int
     heads_k: int
     head_dim: int
+    head_dim_v: int
     in_dtype: torch.dtype | None
     out_dtype: torch.dtype
     causal: bool
@@ -50,12 +52,10 @@ class Problem:
 
     @classmethod
     def from_tensors(
-        cls, q: Tensor, k: Tensor, recipe: Fp8Recipe, *, causal: bool, out_dtype: torch.dtype
+        cls, q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, *, causal: bool, out_dtype: torch.dtype
     ) -> Problem:
-        """The problem of 16-bit q (batch, seqlen_q, heads_q, head_dim) and k (batch, seqlen_k, heads_k,
-        head_dim).
-
-        v has the shape and dtype of k: `validate.check_inputs` comes first.
+        """The problem of 16-bit q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_k, head_dim)
+        and v (batch, seqlen_k, heads_k, head_dim_v), checked by `validate.check_inputs`.
         """
         batch, seqlen_q, heads_q, head_dim = q.shape
         return cls(
@@ -65,6 +65,7 @@ class Problem:
             heads_q=heads_q,
             heads_k=k.shape[2],
             head_dim=head_dim,
+            head_dim_v=v.shape[3],
             in_dtype=q.dtype,
             out_dtype=out_dtype,
             causal=causal,
@@ -83,6 +84,7 @@ class Problem:
             heads_q=heads_q,
             heads_k=qkv.k.shape[2],
             head_dim=head_dim,
+            head_dim_v=qkv.vt.shape[2],
             in_dtype=None,
             out_dtype=out_dtype,
             causal=causal,

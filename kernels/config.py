@@ -187,9 +187,9 @@ class QuantizeConfig:
 
     def check(self) -> None:
         """Raise ValueError where the configuration cannot be built."""
-        for field, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
-            if value not in HEAD_DIMS:
-                raise ValueError(f"{field} must be a multiple of 16 from 32 to 256, got {value}")
+        for field, size in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if size not in HEAD_DIMS:
+                raise ValueError(f"{field} must be a multiple of 16 from 32 to 256, got {size}")
         for field, value, allowed in (
             ("in_dtype", self.in_dtype, ("bf16", "fp16", "e4m3")),
             ("qk_dtype", self.qk_dtype, ("e4m3", "int8")),

@@ -46,12 +46,12 @@ def small() -> None:
         return replace(qkv, **{k: x.cuda() for k, x in parts.items() if isinstance(x, torch.Tensor)})
 
     forwards = [
-        forward_config(64, "e4m3", False, "code", "bf16"),
-        forward_config(128, "int8", True, "code", "bf16"),
-        forward_config(256, "int8", False, "code", "bf16"),
+        forward_config(64, 64, "e4m3", False, "code", "bf16"),
+        forward_config(128, 128, "int8", True, "code", "bf16"),
+        forward_config(256, 256, "int8", False, "code", "bf16"),
     ]
     recipe = PRESETS["accurate"]
-    quantiser, transpose = quantize_config(recipe, 64, "bf16"), transpose_config(64)
+    quantiser, transpose = quantize_config(recipe, 64, 64, "bf16"), transpose_config(64)
     for config in (*forwards, quantiser, transpose):
         compile_kernel(config)
 

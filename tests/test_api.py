@@ -46,10 +46,12 @@ class Shape(NamedTuple):
     heads_q: int = 2
     heads_k: int = 2
     head_dim: int = 64
+    head_dim_v: int = 0  # 0: that of q and k
 
     def tensors(self, dtype: torch.dtype = BF16, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
         q = torch.randn(self.batch, self.seqlen_q, self.heads_q, self.head_dim)
-        k, v = (torch.randn(self.batch, self.seqlen_k, self.heads_k, self.head_dim) for _ in range(2))
+        columns = (self.head_dim, self.head_dim_v or self.head_dim)
+        k, v = (torch.randn(self.batch, self.seqlen_k, self.heads_k, d) for d in columns)
         return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype)
 
 
@@ -222,6 +224,63 @@ def test_shapes_and_dtypes(in_dtype: torch.dtype, out_dtype: torch.dtype | None)
     assert torch.equal(prepared, out)
 
 
+# Rotation is the quantiser's matter, tested there for every head_dim.
+UNROTATED = [dataclasses.replace(PRESETS[name], rotation="none") for name in ("fp8", "accurate")]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(32, 0), (48, 0), (80, 96), (112, 64), (192, 128), (208, 0), (64, 256)]
+)
+def test_head_dims(head_dim: int, head_dim_v: int) -> None:
+    shape = Shape(2, 17, 130, 4, 2, head_dim, head_dim_v)
+    q, k, v = shape.tensors()
+    for causal, recipe in zip((False, True), UNROTATED, strict=True):
+        options = {"causal": causal, "return_lse": True, "backend": "emulator"}
+        out, lse = cute_attn.fp8_attention(q, k, v, recipe=recipe, **options)
+        assert out.shape == (2, 17, 4, head_dim_v or head_dim) and lse.shape == (2, 4, 17)
+        exact, exact_lse = attention(q, k, v, causal=causal)
+        assert rms(out - exact) <= TOTAL_ERROR[recipe.name] * rms(exact)
+        assert (lse - exact_lse).abs().max() <= LSE_ERROR[recipe.name]
+        codes = cute_attn.quantize(q, k, v, recipe, backend="emulator")
+        parts = cute_attn.fp8_attention_quantized(codes, **options)
+        assert torch.equal(parts[0], out) and torch.equal(parts[1], lse)
+    q8, k8, v8 = (x.to(E4M3) for x in (q, k, v))
+    out = cute_attn.flash_attn_fp8_func(q8, k8, v8, backend="emulator")
+    exact = attention(q8, k8, v8, return_lse=False)
+    assert out.shape == exact.shape and rms(out - exact) <= P_ERROR["code"] * rms(exact)
+
+
+def test_padding_with_zeros_is_what_the_refusal_says() -> None:
+    """head_dim 72 of q and k, 40 of v: padded to 80 and 48, with the scale of 72."""
+    q, k, v = (x.to(E4M3) for x in Shape(1, 17, 130, 2, 1, 72, 40).tensors())
+    with pytest.raises(ValueError, match=r"pad to is 80: .* softmax_scale=1/sqrt\(72\)"):
+        cute_attn.flash_attn_fp8_func(q, k, v, backend="emulator")
+    wide = [
+        torch.nn.functional.pad(x.view(torch.uint8), (0, 8)).view(E4M3) for x in (q, k, v)
+    ]  # a zero byte is e4m3's zero
+    with pytest.raises(ValueError, match=r"head_dim of v is 40; .* pad to is 48: "):
+        cute_attn.flash_attn_fp8_func(*wide[:2], v, backend="emulator")
+    out = cute_attn.flash_attn_fp8_func(*wide, softmax_scale=72**-0.5, backend="emulator")
+    exact = attention(q, k, v, return_lse=False)
+    assert rms(out[..., :40] - exact) <= P_ERROR["code"] * rms(exact)
+    assert bool((out[..., 40:] == 0).all())
+
+
+def test_few_queries_of_many_heads_are_packed() -> None:
+    """The plan packs their rows, and the result is that of the heads by themselves."""
+    q, k, v = Shape(seqlen_q=3, seqlen_k=150, heads_q=16, heads_k=2).tensors()
+    for causal in (False, True):
+        assert cute_attn.explain(q, k, v, causal=causal).config.pack_gqa == 8
+        out, lse = cute_attn.fp8_attention(q, k, v, causal=causal, return_lse=True, backend="emulator")
+        k_all, v_all = k.repeat_interleave(8, dim=2), v.repeat_interleave(8, dim=2)
+        assert cute_attn.explain(q, k_all, v_all, causal=causal).config.pack_gqa == 1
+        alone, alone_lse = cute_attn.fp8_attention(
+            q, k_all, v_all, causal=causal, return_lse=True, backend="emulator"
+        )
+        one_ulp(out, alone)
+        torch.testing.assert_close(lse, alone_lse, rtol=1e-5, atol=1e-5)
+
+
 def test_query_heads_share_key_heads_in_groups() -> None:
     q, k, v = Shape(seqlen_q=40, seqlen_k=90, heads_q=6, heads_k=2).tensors()
     grouped, grouped_lse = cute_attn.fp8_attention(q, k, v, return_lse=True, backend="emulator")
@@ -378,6 +437,7 @@ EMPTY = [
     Shape(seqlen_k=0),
     Shape(seqlen_q=0, seqlen_k=0),
     Shape(batch=0, seqlen_k=0, heads_q=4, head_dim=256),
+    Shape(seqlen_k=0, head_dim=128, head_dim_v=96),
 ]
 
 
@@ -396,7 +456,7 @@ def test_empty(shape: Shape, causal: bool, monkeypatch: pytest.MonkeyPatch) -> N
     e4m3 = [x.to(E4M3) for x in (q, k, v)]
     results += [cute_attn.flash_attn_fp8_func(*e4m3, causal=causal, return_lse=True)]
     for out, lse in results:
-        assert out.shape == q.shape and out.dtype == BF16 and bool((out == 0).all())
+        assert out.shape == (*q.shape[:3], v.shape[3]) and out.dtype == BF16 and bool((out == 0).all())
         assert lse.shape == (shape.batch, shape.heads_q, shape.seqlen_q) and lse.dtype == torch.float32
         assert bool((lse == -math.inf).all())
 
@@ -459,6 +519,7 @@ def test_explain_plans_what_the_call_does(monkeypatch: pytest.MonkeyPatch) -> No
             "softmax_scale": 0.125,
             "tile_m": plan.config.tile_m,
             "tile_n": plan.config.tile_n,
+            "pack_gqa": plan.config.pack_gqa,
             "check_keys": plan.config.check_keys,
             "out_dtype": FP16,
             "recipe": plan.recipe,
@@ -470,6 +531,10 @@ def test_explain_of_prepared_operands() -> None:
     codes = cute_attn.quantize(q, k, v, "paper")
     plan = cute_attn.explain(codes, causal=True)
     whole = cute_attn.explain(q, k, v, recipe="paper", causal=True)
+    v_wide = torch.cat((v, v), dim=3)
+    wide = cute_attn.explain(cute_attn.quantize(q, k, v_wide, "paper"), causal=True)
+    assert wide.config == cute_attn.explain(q, k, v_wide, recipe="paper", causal=True).config
+    assert (wide.config.head_dim, wide.config.head_dim_v) == (64, 128)
     assert plan.config == whole.config and plan.recipe == whole.recipe == PRESETS["paper"]
     assert plan.quantize_config is None and whole.quantize_config is not None
     assert cute_attn.explain(codes, recipe="paper", causal=True) is plan

@@ -35,6 +35,17 @@ DEVICE = "cuda"
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 DTYPE_NAMES = {BF16: "bf16", FP16: "fp16"}
 HEAD_DIMS = (64, 128, 256)
+# (head_dim, head_dim_v): of the quantiser's widths, between them, and unlike ones. Where V's is the wider, a pass of
+# the rows of Q and K holds several scales.
+QUANTISER_DIMS = (
+    *((d, d) for d in (32, 48, 64, 80, 96, 112, 128, 160, 192, 208, 240, 256)),
+    (64, 80),
+    (64, 256),
+    (96, 48),
+    (128, 176),
+    (192, 128),
+    (256, 32),
+)
 RECIPES = ("naive", "paper", "fp8", "accurate")
 RECIPE_OF = {"int8": PRESETS["accurate"], "e4m3": PRESETS["fp8"]}
 PLAIN = {
@@ -74,34 +85,71 @@ FORWARD_SHAPES: tuple[Shape, ...] = (
 # ------------------------------------------------------------------------------------------------------------
 
 FORWARD = [
-    forward_config(d, qk, causal, "code", "bf16")
+    forward_config(d, d, qk, causal, "code", "bf16")
     for d in HEAD_DIMS
     for qk in RECIPE_OF
     for causal in (False, True)
 ]
-BY_EXP2 = [
-    forward_config(64, qk, False, p, "bf16") for qk, p in (("e4m3", "ex2"), ("e4m3", "cast"), ("int8", "ex2"))
+# Widths between those, and unlike ones; operands of Q K^T take turns.
+FORWARD_DIMS = (*((d, d) for d in (32, 48, 80, 96, 112, 160, 208, 240)), (192, 128), (64, 256))
+FORWARD_OF_DIMS = [
+    forward_config(*dims, ("e4m3", "int8")[(turn + causal) % 2], causal, "code", "bf16")
+    for turn, dims in enumerate(FORWARD_DIMS)
+    for causal in (False, True)
 ]
-FP16_OUT = forward_config(128, "int8", True, "code", "fp16")
-QUANTISERS = [quantize_config(PRESETS[name], d, "bf16") for name in RECIPES for d in HEAD_DIMS]
-QUANTISER_FP16 = quantize_config(PRESETS["accurate"], 64, "fp16")
-TRANSPOSES = [transpose_config(d) for d in HEAD_DIMS]
+# Query heads of a key head in the rows of a tile, by class of tiles and at widths between.
+PACKED = [
+    forward_config(*dims, ("e4m3", "int8")[(turn + causal) % 2], causal, "code", "bf16", pack_gqa=group)
+    for turn, (group, dims) in enumerate(
+        [
+            (2, (64, 64)),
+            (4, (128, 128)),
+            (8, (64, 64)),
+            (8, (192, 128)),
+            (16, (256, 256)),
+            (64, (128, 128)),
+            (64, (80, 80)),
+        ]
+    )
+    for causal in (False, True)
+]
+BY_EXP2 = [
+    forward_config(64, 64, qk, False, p, "bf16")
+    for qk, p in (("e4m3", "ex2"), ("e4m3", "cast"), ("int8", "ex2"))
+]
+FP16_OUT = forward_config(128, 128, "int8", True, "code", "fp16")
+QUANTISERS = [quantize_config(PRESETS[name], *dims, "bf16") for name in RECIPES for dims in QUANTISER_DIMS]
+QUANTISER_FP16 = quantize_config(PRESETS["accurate"], 64, 64, "fp16")
+TRANSPOSES = [transpose_config(d) for d in (32, 48, 64, 80, 96, 128, 160, 176, 208, 256)]
 CONFIGS: list[FwdConfig | QuantizeConfig] = [
     *FORWARD,
+    *FORWARD_OF_DIMS,
+    *PACKED,
     *BY_EXP2,
     FP16_OUT,
     *QUANTISERS,
     QUANTISER_FP16,
     *TRANSPOSES,
     # what other files' GPU tests run
-    *(forward_config(d, "e4m3", causal, "cast", "bf16") for d in HEAD_DIMS for causal in (False, True)),
-    forward_config(128, "int8", False, "ex2", "bf16"),
+    *(forward_config(d, d, "e4m3", causal, "cast", "bf16") for d in HEAD_DIMS for causal in (False, True)),
+    forward_config(128, 128, "int8", False, "ex2", "bf16"),
     *(
-        quantize_config(Fp8Recipe(rotation=rotation, smooth_k=False), d, "bf16")  # type: ignore[arg-type]
+        forward_config(d, d, qk, causal, p, "bf16", pack_gqa=group)
+        for d, causal, group in (
+            (128, False, 2),
+            (128, True, 2),
+            (256, False, 2),
+            (256, True, 2),
+            (128, False, 4),
+        )
+        for qk, p in (("e4m3", "cast"), ("e4m3", "code"), ("int8", "code"))
+    ),
+    *(
+        quantize_config(Fp8Recipe(rotation=rotation, smooth_k=False), d, d, "bf16")  # type: ignore[arg-type]
         for rotation in ("none", "hadamard")
         for d in (64, 128)
     ),
-    quantize_config(Fp8Recipe(q_scale="head", k_scale="head", v_scale="head"), 128, "bf16"),
+    quantize_config(Fp8Recipe(q_scale="head", k_scale="head", v_scale="head"), 128, 128, "bf16"),
 ]
 
 
@@ -149,12 +197,18 @@ def test_poison_is_nan() -> None:
     assert bool((PoisonedTorch().empty((2, 3), dtype=torch.int8, device=DEVICE) == -128).all())
 
 
-def tensors(shape: Shape, head_dim: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(
+    shape: Shape, head_dim: int, dtype: torch.dtype = BF16, head_dim_v: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """N(0, 1) q, k, v."""
     batch, seqlen_q, seqlen_k, heads_q, heads_k = shape
     q, k, v = (
-        torch.randn(batch, s, h, head_dim, device=DEVICE).to(dtype)
-        for s, h in ((seqlen_q, heads_q), (seqlen_k, heads_k), (seqlen_k, heads_k))
+        torch.randn(batch, s, h, d, device=DEVICE).to(dtype)
+        for s, h, d in (
+            (seqlen_q, heads_q, head_dim),
+            (seqlen_k, heads_k, head_dim),
+            (seqlen_k, heads_k, head_dim_v or head_dim),
+        )
     )
     return q, k, v
 
@@ -177,7 +231,7 @@ def check_quantiser(
     q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, *, k_mean: Tensor | None = None
 ) -> None:
     """Kernels against the reference, each with its own mean key where none is given: equal bits."""
-    config = quantize_config(recipe, q.shape[3], DTYPE_NAMES[q.dtype])
+    config = quantize_config(recipe, q.shape[3], v.shape[3], DTYPE_NAMES[q.dtype])
     got = launch.launch_quantize(q, k, v, recipe, config, k_mean=k_mean)
     want = quantize_reference(q, k, v, recipe, k_mean=k_mean)
     for name in ("q", "k", "vt"):
@@ -204,15 +258,28 @@ def check_quantiser(
     assert (got.seqlen_k, got.recipe, got.dtype) == (want.seqlen_k, want.recipe, want.dtype)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dims", QUANTISER_DIMS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_quantiser(name: str, head_dim: int) -> None:
+def test_quantiser(name: str, dims: tuple[int, int]) -> None:
     for shape in (*SHAPES, (1, 513, 512, 3, 3)):
         for gain in (1.0, 300.0):
-            check_quantiser(*(gain * x for x in tensors(shape, head_dim)), PRESETS[name])
+            inputs = tensors(shape, dims[0], head_dim_v=dims[1])
+            check_quantiser(*(gain * x for x in inputs), PRESETS[name])
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (64, 256), (192, 128)])
+def test_quantiser_with_more_rows_of_a_cta(dims: tuple[int, int]) -> None:
+    """So many CTAs that QUANTIZE_SPAN is halved once, and not at all; the other tests have it halved twice."""
+    from cute_attn.kernels.any.quantize import FULL, Quantize  # imports the DSL
+
+    full = FULL * Quantize(quantize_config(PRESETS["accurate"], *dims, "bf16")).ctas_per_sm
+    for halved in (1, 0):
+        heads = full // (2 << halved) // 5 * 4 + 4  # a quarter more with those of K; over two spans
+        inputs = tensors((1, 600, 1000, heads, heads // 4), dims[0], head_dim_v=dims[1])
+        check_quantiser(*inputs, PRESETS["accurate"])
+
+
+@pytest.mark.parametrize("head_dim", (*HEAD_DIMS, 48, 96, 208))
 def test_mean_key_of_the_kernel(head_dim: int) -> None:
     """Sums over one chunk and many, of one step and several; and a given mean, which is none of K's own."""
     for seqlen_k in (1, 16, 17, 1024, 1025, 4000, 16384, 16385, 50000):
@@ -239,11 +306,11 @@ def test_quantiser_of_strided_tensors(name: str, head_dim: int) -> None:
     check_quantiser(q, k, v, PRESETS[name])
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dims", [*((d, d) for d in HEAD_DIMS), (48, 256), (192, 80)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_quantiser_of_zeros_and_non_finite_values(name: str, head_dim: int) -> None:
-    recipe, shape = PRESETS[name], (2, 200, 600, 4, 2)
-    q, k, v = tensors(shape, head_dim)
+def test_quantiser_of_zeros_and_non_finite_values(name: str, dims: tuple[int, int]) -> None:
+    recipe, shape, (head_dim, head_dim_v) = PRESETS[name], (2, 200, 600, 4, 2), dims
+    q, k, v = tensors(shape, head_dim, head_dim_v=head_dim_v)
     q[:, 5], q[0, 128:], k[:, 64:128], v[0, :256], v[1, 256:] = 0.0, 0.0, 0.0, 0.0, 0.0
     check_quantiser(q, k, v, recipe)
     check_quantiser(*(torch.zeros_like(x) for x in (q, k, v)), recipe)
@@ -251,14 +318,14 @@ def test_quantiser_of_zeros_and_non_finite_values(name: str, head_dim: int) -> N
     # Key 130 is none of those that the mean key is made of, so that one group is spoilt and not the head.
     q[0, 3, 1, 7], q[1, 199, 0, 0] = math.nan, math.inf
     k[0, 130, 0, 3], k[1, 599, 1, head_dim - 1] = math.nan, -math.inf
-    v[0, 300, 1, 1], v[1, 5, 0, head_dim - 1] = math.inf, math.nan
+    v[0, 300, 1, 1], v[1, 5, 0, head_dim_v - 1] = math.inf, math.nan
     check_quantiser(q, k, v, recipe)
 
 
 @pytest.mark.parametrize("config", TRANSPOSES, ids=lambda config: config.name)
 def test_transpose_of_ready_codes(config: QuantizeConfig) -> None:
     for batch, seqlen, heads in ((1, 1, 1), (2, 333, 3), (1, 512, 2), (1, 257, 1)):
-        v = torch.randint(0, 256, (batch, seqlen, 2 * heads, config.head_dim), device=DEVICE)
+        v = torch.randint(0, 256, (batch, seqlen, 2 * heads, config.head_dim_v), device=DEVICE)
         v = v.to(torch.uint8)[:, :, heads:].view(E4M3)
         got = launch.launch_transpose_v(v, config)
         assert torch.equal(got.view(torch.uint8), permute_v(v).view(torch.uint8))
@@ -297,6 +364,7 @@ def emulate(qkv: QuantizedQKV, config: FwdConfig, accumulator: str = "fp32") -> 
         tile_n=config.tile_n,
         check_keys=config.check_keys,
         out_dtype=BF16 if config.out_dtype == "bf16" else FP16,
+        pack_gqa=config.pack_gqa,
         accumulator=accumulator,  # type: ignore[arg-type]
     )
 
@@ -331,11 +399,31 @@ def check_forward(qkv: QuantizedQKV, config: FwdConfig, *, accumulator: str = "f
     return error
 
 
-@pytest.mark.parametrize("config", FORWARD, ids=lambda config: config.name)
+def operands(shape: Shape, config: FwdConfig, recipe: Fp8Recipe | None = None) -> QuantizedQKV:
+    """N(0, 1) tensors of the widths of `config`, quantised by `recipe`, or by the preset of its operands."""
+    q, k, v = tensors(shape, config.head_dim, head_dim_v=config.head_dim_v)
+    return quantize_reference(q, k, v, recipe or RECIPE_OF[config.qk_dtype])
+
+
+@pytest.mark.parametrize("config", [*FORWARD, *FORWARD_OF_DIMS], ids=lambda config: config.name)
 def test_forward(config: FwdConfig) -> None:
     for shape in FORWARD_SHAPES:
-        recipe = RECIPE_OF[config.qk_dtype]
-        check_forward(quantize_reference(*tensors(shape, config.head_dim), recipe), config)
+        check_forward(operands(shape, config), config)
+
+
+@pytest.mark.parametrize("config", PACKED, ids=lambda config: config.name)
+def test_forward_of_packed_heads(config: FwdConfig) -> None:
+    """Few queries in a part of a tile, groups across tiles, and more queries than keys."""
+    group = config.pack_gqa
+    for seqlen_q, seqlen_k in ((1, 1), (1, 333), (3, 333), (17, 64), (100, 333), (100, 40)):
+        for heads_k in (1, 3):
+            check_forward(operands((2, seqlen_q, seqlen_k, group * heads_k, heads_k), config), config)
+
+
+@pytest.mark.parametrize("config", PACKED[:4], ids=lambda config: config.name)
+def test_many_packed_tiles(config: FwdConfig) -> None:
+    """More tiles than SMs: each CTA takes several, of other heads and batch entries."""
+    check_forward(operands((3, 300, 300, 12 * config.pack_gqa, 12), config), config)
 
 
 @pytest.mark.parametrize("config", BY_EXP2, ids=lambda config: config.name)
@@ -343,7 +431,7 @@ def test_forward_by_exp2(config: FwdConfig) -> None:
     """P by exp2, and "cast": without the power of two that keeps P out of e4m3's subnormal numbers."""
     recipe = replace(RECIPE_OF[config.qk_dtype], name="custom", p_rounding=config.p_rounding)
     for shape in FORWARD_SHAPES:
-        check_forward(quantize_reference(*tensors(shape, config.head_dim), recipe), config)
+        check_forward(operands(shape, config, recipe), config)
 
 
 def test_forward_to_fp16() -> None:
@@ -353,20 +441,20 @@ def test_forward_to_fp16() -> None:
         assert attend(qkv, FP16_OUT)[0].dtype == FP16
 
 
-@pytest.mark.parametrize("config", FORWARD, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*FORWARD, *FORWARD_OF_DIMS, *PACKED[:2]], ids=lambda config: config.name)
 def test_forward_with_other_scales_and_strides(config: FwdConfig) -> None:
     """Scales of stride 0, which is how one for a whole tensor is held; operands inside wider tensors."""
     recipe = replace(
         RECIPE_OF[config.qk_dtype], name="custom", q_scale="tensor", k_scale="tensor", v_scale="head"
     )
-    qkv = quantize_reference(*tensors((2, 200, 333, 4, 2), config.head_dim), recipe)
+    qkv = operands((2, 200, 333, 4, 2), config, recipe)
     check_forward(qkv, config)
     q, k, vt = (torch.cat([x.view(torch.uint8)] * 2, dim=2) for x in (qkv.q, qkv.k, qkv.vt))
     wider = replace(
         qkv,
         q=q[:, :, 4:].view(qkv.q.dtype),
         k=k[:, :, :2].view(qkv.k.dtype),
-        vt=vt[:, :, config.head_dim :].view(E4M3),
+        vt=vt[:, :, config.head_dim_v :].view(E4M3),
     )
     assert same(attend(wider, config), attend(qkv, config))
 
@@ -403,14 +491,14 @@ def test_rows_whose_reference_jumps(config: FwdConfig, jump: str) -> None:
     assert (lse - exact_lse).abs().max().item() <= P_STEP + 1e-3 + unit / 2
 
 
-@pytest.mark.parametrize("config", FORWARD, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*FORWARD, *PACKED[:2]], ids=lambda config: config.name)
 def test_non_finite_input_stays_visible(config: FwdConfig) -> None:
     """Every output that depends on a spoilt scale group is NaN, as in the emulator.
 
     The others are as before but for ties: a row that must move its reference, as one with NaN always must,
     has its whole warp compute codes by another order of operations.
     """
-    recipe, shape = RECIPE_OF[config.qk_dtype], (1, 200, 700, 2, 2)
+    recipe, shape = RECIPE_OF[config.qk_dtype], (1, 200, 700, 2 * config.pack_gqa, 2)
     for name, where in (("q", (0, 77, 1, 3)), ("k", (0, 130, 0, 5)), ("v", (0, 300, 1, 9))):
         for value in (math.nan, math.inf):
             inputs = dict(zip("qkv", tensors(shape, config.head_dim), strict=True))
@@ -448,7 +536,7 @@ def test_long_context(qk_dtype: str, head_dim: int, keys: int) -> None:
     V of mean 0.5 shows it, since its output does not shrink with the number of keys. There the fair emulator
     is the one with the tensor core's accumulator; it is slow, so the longest has only the absolute bound.
     """
-    config = forward_config(head_dim, qk_dtype, False, "code", "bf16")
+    config = forward_config(head_dim, head_dim, qk_dtype, False, "code", "bf16")
     recipe = RECIPE_OF[qk_dtype]
     q, k, v = tensors((1, 128, keys, 1, 1), head_dim)
     check_forward(quantize_reference(q, k, v, recipe), config)
@@ -467,10 +555,10 @@ def test_long_context(qk_dtype: str, head_dim: int, keys: int) -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", FORWARD, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*FORWARD, *PACKED[:2]], ids=lambda config: config.name)
 def test_runs_are_bitwise_equal(config: FwdConfig) -> None:
     """Also beside another stream that keeps the GPU busy."""
-    qkv = quantize_reference(*tensors((2, 1000, 1000, 8, 4), config.head_dim), RECIPE_OF[config.qk_dtype])
+    qkv = operands((2, 1000, 1000, 8, 4), config)
     first = attend(qkv, config)
     assert all(same(attend(qkv, config), first) for _ in range(5))
     load, side = torch.randn(4096, 4096, device=DEVICE, dtype=BF16), torch.cuda.Stream()
@@ -626,16 +714,19 @@ def test_strides_of_codes_beyond_31_bits() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_default_recipe(head_dim: int, causal: bool) -> None:
+@pytest.mark.parametrize("dims", [*((d, d) for d in HEAD_DIMS), (96, 96), (192, 128)])
+@pytest.mark.parametrize(("seqlen_q", "heads_q"), [(300, 4), (3, 16)], ids=["many queries", "few"])
+def test_default_recipe(dims: tuple[int, int], causal: bool, seqlen_q: int, heads_q: int) -> None:
     """Plan, and error against float64 on the 16-bit inputs, within the bounds of test_api.py."""
-    q, k, v = tensors((2, 300, 500, 4, 2), head_dim)
+    q, k, v = tensors((2, seqlen_q, 500, heads_q, 2), dims[0], head_dim_v=dims[1])
     plan = cute_attn.explain(q, k, v, causal=causal)
-    mask = "causal" if causal else "full"
+    mask, of_v = "causal" if causal else "full", "" if dims[0] == dims[1] else f"v{dims[1]}"
     assert plan.backend == "sm90" and "(Hopper)" in plan.reasons[0]
-    assert plan.kernel.startswith(f"fwd_sm90_int8_d{head_dim}_{mask}_code_bf16")
+    assert plan.kernel.startswith(f"fwd_sm90_int8_d{dims[0]}{of_v}_{mask}_code_bf16")
+    if seqlen_q == 3:
+        assert plan.config.pack_gqa == 8 and "packed into shared tiles" in str(plan)
     out, lse = cute_attn.fp8_attention(q, k, v, causal=causal, return_lse=True)
-    assert out.dtype == BF16 and out.device == q.device
+    assert out.shape == (2, seqlen_q, heads_q, dims[1]) and out.dtype == BF16 and out.device == q.device
     exact, exact_lse = attention(q, k, v, causal=causal)
     assert rms(out - exact) <= 4.8e-2 * rms(exact)
     assert (lse - exact_lse).abs().max().item() <= 0.09

@@ -65,10 +65,14 @@ def _sizes(text: str) -> list[int]:
 
 
 def _head_dims(text: str) -> list[int]:
+    from cute_attn.kernels.config import HEAD_DIMS
+
     values = _sizes(text)
     for value in values:
-        if value not in (64, 128, 256):
-            raise argparse.ArgumentTypeError(f"head_dim must be 64, 128 or 256, got {value}")
+        if value not in HEAD_DIMS:
+            raise argparse.ArgumentTypeError(
+                f"head_dim must be a multiple of 16 from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, got {value}"
+            )
     return values
 
 
@@ -121,11 +125,13 @@ def build_parser() -> argparse.ArgumentParser:
     option(what, "--tensors", text, type=Path, metavar="FILE")
 
     option(shapes, "--seqlen", f"default {comma(cases.SEQLENS)}", type=_sizes, metavar="N,...")
-    text, head_dims = f"default {comma(cases.HEAD_DIMS)}", list(cases.HEAD_DIMS)
+    text = f"multiples of 16 from 32 to 256 (default {comma(cases.HEAD_DIMS)})"
+    head_dims = list(cases.HEAD_DIMS)
     option(shapes, "--head-dim", text, type=_head_dims, default=head_dims, metavar="N,...")
     option(shapes, "--causal", "default both", choices=("0", "1", "both"), default="both")
     count(shapes, "--tokens", "batch x seqlen (default %(default)s)", default=cases.TOKENS)
-    count(shapes, "--hidden", "heads x head_dim (default %(default)s)", default=cases.HIDDEN)
+    text = "heads x head_dim; where head_dim does not divide it, less (default %(default)s)"
+    count(shapes, "--hidden", text, default=cases.HIDDEN)
     count(shapes, "--batch", "instead of --tokens")
     count(shapes, "--heads", "heads of Q, instead of --hidden")
     count(shapes, "--heads-k", "heads of K and V (default: as many as Q has)")
@@ -339,12 +345,20 @@ class Run:
             self.console.print(grid.rich())
 
     def figures(self) -> None:
-        """Registers, spills and counts of every compiled kernel, and their roofline times."""
+        """Registers, spills and counts of the compiled kernels, and their roofline times.
+
+        Kernels that pack GQA are left out: the shapes of the grid do not call them.
+        """
         from cute_attn import compile as compiler
         from cute_attn.bench import cases, figures
 
         options = self.options
-        configs = [config for config in compiler.configurations() if config.head_dim in options.head_dim]
+        configs = [
+            config
+            for config in compiler.configurations()
+            if {config.head_dim, config.head_dim_v} <= set(options.head_dim)
+            and getattr(config, "pack_gqa", 1) == 1
+        ]
         if options.quick:  # one kernel for each head_dim and kind of operands
             seen: dict[Any, Any] = {}
             for config in configs:
