@@ -370,16 +370,13 @@ def _ready_quantized_call(qkv: QuantizedQKV, options: _Key) -> tuple[_Key, _Call
     """Likewise for prepared operands. The key holds all that is checked of their parts."""
     try:
         parts = (qkv.q, qkv.k, qkv.vt, qkv.q_scale, qkv.k_scale, qkv.v_scale, qkv.q_dot_mean)
-        signatures = [None if part is None else _signature(part) for part in parts]
+        signatures = [  # what validation reads of a part
+            None if x is None else (type(x), x.shape, x.dtype, x.device, x.stride(-1)) for x in parts
+        ]
         key = (*signatures, qkv.seqlen_k, qkv.recipe, qkv.dtype, options)
         return key, _calls.get(key)
     except (AttributeError, LookupError, RuntimeError, TypeError):
         return (), None
-
-
-def _signature(x: Any) -> _Key:
-    """What validation reads of a tensor. Raises one of several errors for anything but a dense tensor."""
-    return type(x), x.shape, x.dtype, x.device, x.stride(-1)
 
 
 def _remember(key: _Key, call: _Call) -> _Call:

@@ -49,6 +49,7 @@ _PART_ALIGNMENT = 128  # bytes, of the parts of a workspace: a line of the L2 ca
 
 _Amax = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k, v
 _NO_AMAX: _Amax = (None, None, None)
+_NO_STRIDES = (0, 0, 0)
 
 
 @lru_cache(maxsize=64)
@@ -152,17 +153,19 @@ class Quantiser:
         seqlen_k, heads_k = self.seqlen_k, self.heads_k
         padded_k = _ceil_div(seqlen_k, V_KEY_PERMUTATION) * V_KEY_PERMUTATION
         k_groups = _ceil_div(seqlen_k, K_SCALE_GROUP * K_SCALE_PAD) * K_SCALE_PAD
-        layout = Layout(
-            seqlen_k,
-            heads_k,
-            *part(batch, seqlen_q, heads_q, config.head_dim, item=1),
-            *part(batch, seqlen_k, heads_k, config.head_dim, item=1),
-            *part(batch, heads_k, config.head_dim_v, padded_k, item=1),
-            *part(batch, heads_q, seqlen_q, item=4),
-            1,
-            *part(batch, heads_k, k_groups, item=4),
-            *part(batch, heads_k, _ceil_div(seqlen_k, V_SCALE_GROUP), item=4),
-            *(0, 0, 0, 0, 0),  # nothing of the mean key
+        layout = Layout._make(
+            (
+                seqlen_k,
+                heads_k,
+                *part(batch, seqlen_q, heads_q, config.head_dim, item=1),
+                *part(batch, seqlen_k, heads_k, config.head_dim, item=1),
+                *part(batch, heads_k, config.head_dim_v, padded_k, item=1),
+                *part(batch, heads_q, seqlen_q, item=4),
+                1,
+                *part(batch, heads_k, k_groups, item=4),
+                *part(batch, heads_k, _ceil_div(seqlen_k, V_SCALE_GROUP), item=4),
+                *(0, 0, 0, 0, 0),  # nothing of the mean key
+            )
         )
         if config.smooth:
             q_dot, q_dot_batch, q_dot_head = part(batch, heads_q, seqlen_q, item=4)
@@ -326,7 +329,14 @@ def _padded_rows(k_scale: Tensor) -> Tensor:
 
 
 class Forward:
-    """The forward kernel for one shape of the output, mask, scale and device."""
+    """The forward kernel for one shape of the output, mask, scale and device: `forward(qkv)` is (out, lse).
+
+    Attributes:
+        kernel: the compiled function, see `FwdEntry`; addresses that it gets must hold until it returns.
+        new_out, new_lse: allocate results.
+        zero: address of a zero, for rows that have no product with a mean key.
+        factors: last arguments of `kernel`.
+    """
 
     def __init__(
         self, shape_out: tuple[int, ...], config: FwdConfig, softmax_scale: float, device: torch.device
@@ -336,28 +346,24 @@ class Forward:
             shape_out: (batch, seqlen_q, heads_q, head_dim_v).
         """
         batch, seqlen_q, heads_q, _ = shape_out
-        self._kernel = compile_kernel(config)
-        self._zero = _zero(device)  # held: the kernel gets its address
+        self.kernel = compile_kernel(config)
         self.new_out = functools.partial(
             torch.empty, *shape_out, dtype=_ELEMENTS[config.out_dtype], device=device
         )
         self.new_lse = functools.partial(
             torch.empty, batch, heads_q, seqlen_q, dtype=torch.float32, device=device
         )
+        self._zero = _zero(device)  # held as long as its address
         self.zero = self._zero.data_ptr()
-        self._rest = (softmax_scale, softmax_scale * LOG2_E, _sms(device))
-
-    def run(self, out: Tensor, base: int, lse: int, lse_add: int, layout: object) -> None:
-        """Launch; addresses are those of `FwdEntry`. The caller keeps what they point to until this returns."""
-        self._kernel(out, base, lse, lse_add, layout, *self._rest)
+        self.factors = (softmax_scale, softmax_scale * LOG2_E, _sms(device))
 
     def __call__(self, qkv: QuantizedQKV) -> tuple[Tensor, Tensor]:
-        """(out, lse) of operands that `validate.check_quantized` accepts."""
+        """For operands that `validate.check_quantized` accepts."""
         q, k, vt = _aligned(qkv.q), _aligned(qkv.k), _aligned(qkv.vt)
         k_scale = _padded_rows(qkv.k_scale)
         v_scale = qkv.v_scale if qkv.v_scale.stride(2) == 1 else qkv.v_scale.contiguous()
         dot = qkv.q_dot_mean
-        layout = Layout(
+        layout = (  # the fields of Layout; as it is made anew in every call, a tuple serves
             qkv.seqlen_k,
             k.shape[2],
             q.data_ptr(),
@@ -373,11 +379,12 @@ class Forward:
             v_scale.data_ptr(),
             *v_scale.stride()[:2],
             0,
-            *((0, 0, 0) if dot is None else dot.stride()),
+            *(_NO_STRIDES if dot is None else dot.stride()),
             0,
         )
         out, lse = self.new_out(), self.new_lse()
-        self.run(out, 0, lse.data_ptr(), self.zero if dot is None else dot.data_ptr(), layout)
+        lse_add = self.zero if dot is None else dot.data_ptr()
+        self.kernel(out, 0, lse.data_ptr(), lse_add, layout, *self.factors)
         return out, lse
 
 
@@ -412,22 +419,25 @@ class Attention:
         softmax_scale: float,
         device: torch.device,
     ):
+        """
+        Args:
+            shape_q: batch, seqlen_q, heads_q and more.
+            shape_k: batch, seqlen_k, heads_k and more.
+            recipe, quantize_config, config: of one plan.
+        """
         self._quantiser = Quantiser(shape_q, shape_k, recipe, quantize_config, device)
         self._forward = Forward((*shape_q[:3], config.head_dim_v), config, softmax_scale, device)
-        self._layout = self._quantiser.layout_object
         self._lse = self._quantiser.lse
         self._q_dot = self._quantiser.layout.q_dot if quantize_config.smooth else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
         """Out (batch, seqlen_q, heads_q, head_dim_v), or (out, lse). Errors as those of `Quantiser.__call__`."""
-        forward = self._forward
-        workspace = self._quantiser(q, k, v)
+        quantiser, forward = self._quantiser, self._forward
+        workspace = quantiser(q, k, v)
         base = workspace.data_ptr()
         lse_add = forward.zero if self._q_dot is None else base + self._q_dot
         out = forward.new_out()
-        if not return_lse:
-            forward.run(out, base, base + self._lse, lse_add, self._layout)
-            return out
-        lse = forward.new_lse()
-        forward.run(out, base, lse.data_ptr(), lse_add, self._layout)
-        return out, lse
+        lse = forward.new_lse() if return_lse else None
+        lse_at = base + self._lse if lse is None else lse.data_ptr()
+        forward.kernel(out, base, lse_at, lse_add, quantiser.layout_object, *forward.factors)
+        return out if lse is None else (out, lse)

@@ -255,12 +255,20 @@ def test_the_forward_kernel_reads_where_the_quantiser_writes(
     call = launch.Attention(q.shape, k.shape, chosen, config, forward, 0.25, q.device)
     monkeypatch.setattr(call._quantiser, "_signs", memory())
     kept: list[Tensor] = []
-    quantise = call._quantiser.__call__
-    monkeypatch.setattr(call, "_quantiser", lambda *args: kept.append(quantise(*args)) or kept[-1])
+    quantiser = call._quantiser
+
+    class Watched:
+        layout_object = call._quantiser.layout_object
+
+        def __call__(self, *args: Tensor) -> Tensor:
+            kept.append(quantiser(*args))
+            return kept[-1]
+
+    monkeypatch.setattr(call, "_quantiser", Watched())
     monkeypatch.setattr(call._forward, "new_lse", lambda: sink)
     out, _ = call(q, k, v, True)  # type: ignore[misc]
     (workspace,) = kept
-    qkv = quantise.__self__.operands(workspace, BF16)  # type: ignore[attr-defined]
+    qkv = quantiser.operands(workspace, BF16)
     found = compiled(forward)[1].read(sink)
     assert found[:6] == [seen(x) for x in (qkv.q, qkv.k, qkv.vt, qkv.q_scale, qkv.k_scale, qkv.v_scale)]
     if qkv.q_dot_mean is None:

@@ -78,12 +78,6 @@ def attention(recipe: Fp8Recipe, softmax_scale: float = 0.125) -> launch.Attenti
     return launch.Attention(q.shape, k.shape, recipe, *configs, softmax_scale, q.device)
 
 
-def layout_in(args: tuple[Any, ...]) -> Layout:
-    """The layout among the arguments of a compiled function."""
-    (found,) = [x for x in args if type(x).__name__ in ("Shape", "Layout")]
-    return Layout(*found)
-
-
 # ------------------------------------------------------------------------------------------------------------
 # The workspace
 # ------------------------------------------------------------------------------------------------------------
@@ -382,7 +376,7 @@ def test_operands_of_the_quantiser_are_taken_as_they_are(compiled: Compiled) -> 
     for field, offset in Layout(*layout)._asdict().items():
         if field not in ("q_dot", "sums"):
             address = field in ("q", "k", "vt", "q_scale", "k_scale", "v_scale")
-            assert getattr(absolute, field) == offset + base * address, field
+            assert getattr(Layout(*absolute), field) == offset + base * address, field
 
 
 def test_operands_that_are_not_aligned_are_copied(compiled: Compiled) -> None:
@@ -394,7 +388,7 @@ def test_operands_that_are_not_aligned_are_copied(compiled: Compiled) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_aligned", lambda x: kept.append(aligned(x)) or kept[-1])
         attend(qkv)
-    at = layout_in(compiled.calls[-1])
+    at = Layout(*compiled.calls[-1][4])
     assert [at.q, at.k, at.vt] == [x.data_ptr() for x in kept]
     assert all(x.data_ptr() % 16 == 0 for x in kept) and kept[2] is qkv.vt
     for x, value in zip(kept, (q, k), strict=False):
