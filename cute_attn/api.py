@@ -1,8 +1,8 @@
 """Public functions: check, plan, quantise, attend.
 
 The path of a call is validate -> plan -> (quantise) -> launch. Arguments that were accepted once are
-recognised by their signature (shapes, dtypes, devices, options), so that a repeated call pays one dictionary
-look-up for both validation and planning.
+recognised by their signature (shapes, dtypes, devices, options): where kernels run, it finds a call that is ready
+(see `cute_attn.launch`), so that a repeated call pays one dictionary look-up for validation and planning.
 
 The method is FlashAttention-3's 8-bit forward (arXiv 2407.08608, section 3.3: block quantisation and
 incoherent processing) with the K smoothing and two-level accumulation of SageAttention (arXiv 2410.02367,
@@ -11,7 +11,7 @@ incoherent processing) with the K smoothing and two-level accumulation of SageAt
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -104,9 +104,18 @@ def fp8_attention(
         ValueError: a shape, stride, device or value that is not allowed, or "sm90" without a Hopper GPU.
         NotImplementedError: grad mode is on and an input requires grad (there is no 8-bit backward).
     """
-    plan = _plan_inputs(q, k, v, recipe, causal, backend, out_dtype)
-    validate.check_forward_only(q=q, k=k, v=v)
-    return _attend(lambda: _quantize(q, k, v, plan), plan, q.device, softmax_scale, return_lse, backend)
+    options = (recipe, causal, type(causal), softmax_scale, type(softmax_scale), backend, out_dtype)
+    key, call = _ready_call(q, k, v, options)
+    if call is None:
+        plan = _plan_inputs(q, k, v, recipe, causal, backend, out_dtype)
+        validate.check_forward_only(q=q, k=k, v=v)
+        if not _launches(plan):
+            prepare = functools.partial(quantize_reference, q, k, v, plan.recipe)
+            return _attend(prepare, plan, q.device, softmax_scale, return_lse, backend)
+        call = _remember(key, _prepare_attention(q, k, plan, softmax_scale))
+    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        validate.check_forward_only(q=q, k=k, v=v)
+    return call(q, k, v, return_lse)
 
 
 @overload
@@ -158,13 +167,19 @@ def fp8_attention_quantized(
         ValueError: a shape, stride, device or value that is not allowed, or "sm90" without a Hopper GPU.
         NotImplementedError: grad mode is on and a part of `qkv` requires grad.
     """
-    plan = _plan_quantized(qkv, causal, backend, out_dtype)
+    options = (causal, type(causal), softmax_scale, type(softmax_scale), backend, out_dtype)
+    key, call = _ready_quantized_call(qkv, options)
+    plan = None if call is not None else _plan_quantized(qkv, causal, backend, out_dtype)
     validate.check_forward_only(
         q_scale=qkv.q_scale, k_scale=qkv.k_scale, v_scale=qkv.v_scale, q_dot_mean=qkv.q_dot_mean
     )
-    return _attend(
-        lambda: _aligned_operands(qkv, plan), plan, qkv.q.device, softmax_scale, return_lse, backend
-    )
+    if call is None:
+        assert plan is not None
+        if not _launches(plan):
+            return _attend(lambda: qkv, plan, qkv.q.device, softmax_scale, return_lse, backend)
+        call = _remember(key, _prepare_forward(qkv, plan, softmax_scale))
+    out, lse = call(qkv)
+    return (out, lse) if return_lse else out
 
 
 @overload
@@ -249,7 +264,10 @@ def flash_attn_fp8_func(
     validate.check_backend(backend, device_capability(q.device))
     qkv = from_fp8(q, k, v, q_descale, k_descale, v_descale, vt=_transpose_v(q, v, backend))
     plan = _plan_quantized(qkv, causal, backend, out_dtype)
-    return _attend(lambda: _aligned_operands(qkv, plan), plan, q.device, softmax_scale, return_lse, backend)
+    if not _launches(plan):
+        return _attend(lambda: qkv, plan, q.device, softmax_scale, return_lse, backend)
+    out, lse = _prepare_forward(qkv, plan, softmax_scale)(qkv)
+    return (out, lse) if return_lse else out
 
 
 def quantize(
@@ -278,9 +296,16 @@ def quantize(
         ValueError: a shape, stride, device or value that is not allowed, or "sm90" without a Hopper GPU.
         NotImplementedError: grad mode is on and an input requires grad.
     """
-    plan = _plan_inputs(q, k, v, recipe, False, backend, None)
-    validate.check_forward_only(q=q, k=k, v=v)
-    return _quantize(q, k, v, plan)
+    key, call = _ready_call(q, k, v, (recipe, backend))
+    if call is None:
+        plan = _plan_inputs(q, k, v, recipe, False, backend, None)
+        validate.check_forward_only(q=q, k=k, v=v)
+        if not _launches(plan):
+            return quantize_reference(q, k, v, plan.recipe)
+        call = _remember(key, _prepare_quantize(q, k, plan))
+    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        validate.check_forward_only(q=q, k=k, v=v)
+    return call(q, k, v)
 
 
 def explain(
@@ -319,12 +344,47 @@ def explain(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# From arguments to a plan
+# From arguments to a call that is ready, or to a plan
 # ------------------------------------------------------------------------------------------------------------
 
 _Key = tuple[object, ...]
-_plans: dict[_Key, Plan] = {}
-_MAX_PLANS: Final = 4096  # a server that sees ever new lengths must not grow without bound
+_Call = Callable[..., Any]
+_calls: dict[_Key, _Call] = {}
+_MAX_CALLS: Final = 4096  # a server that sees ever new lengths must not grow without bound
+
+
+def _ready_call(q: Any, k: Any, v: Any, options: _Key) -> tuple[_Key, _Call | None]:
+    """(key, call) for 16-bit inputs and options that were accepted before; call is None where they were not.
+
+    The key leaves out what the compiled quantiser checks by itself in every call: dtype and device of k and v,
+    strides and addresses (see `launch.Quantiser`).
+    """
+    try:
+        key = (q.shape, k.shape, v.shape, q.dtype, q.device, type(q), type(k), type(v), options)
+        return key, _calls.get(key)
+    except (AttributeError, RuntimeError, TypeError):
+        return (), None  # not a dense tensor, or unhashable: the checks name the argument
+
+
+def _ready_quantized_call(qkv: QuantizedQKV, options: _Key) -> tuple[_Key, _Call | None]:
+    """Likewise for prepared operands. The key holds all that is checked of their parts."""
+    try:
+        parts = (qkv.q, qkv.k, qkv.vt, qkv.q_scale, qkv.k_scale, qkv.v_scale, qkv.q_dot_mean)
+        signatures = [  # what validation reads of a part
+            None if x is None else (type(x), x.shape, x.dtype, x.device, x.stride(-1)) for x in parts
+        ]
+        key = (*signatures, qkv.seqlen_k, qkv.recipe, qkv.dtype, options)
+        return key, _calls.get(key)
+    except (AttributeError, LookupError, RuntimeError, TypeError):
+        return (), None
+
+
+def _remember(key: _Key, call: _Call) -> _Call:
+    if key:
+        if len(_calls) >= _MAX_CALLS:
+            _calls.clear()
+        _calls[key] = call
+    return call
 
 
 def _plan_inputs(
@@ -336,23 +396,7 @@ def _plan_inputs(
     backend: str,
     out_dtype: torch.dtype | None,
 ) -> Plan:
-    """Check all about 16-bit inputs that a plan depends on, and plan; both only once for a signature."""
-    try:
-        key: _Key = (
-            *_signature(q),
-            *_signature(k),
-            *_signature(v),
-            recipe,
-            type(causal),
-            causal,
-            backend,
-            out_dtype,
-        )
-        known = _plans.get(key)
-    except (AttributeError, LookupError, RuntimeError, TypeError):
-        key, known = (), None  # not a dense tensor, or unhashable: the checks below name the argument
-    if known is not None:
-        return known
+    """Check all about 16-bit inputs that a plan depends on, and plan."""
     validate.check_inputs(q, k, v)
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     problem = Problem.from_tensors(
@@ -364,29 +408,11 @@ def _plan_inputs(
         out_dtype=validate.check_out_dtype(out_dtype, q.dtype),
     )
     validate.check_backend(backend, problem.capability)
-    return _remember(key, make_plan(problem, backend))
+    return make_plan(problem, backend)
 
 
 def _plan_quantized(qkv: QuantizedQKV, causal: bool, backend: str, out_dtype: torch.dtype | None) -> Plan:
-    """Likewise for prepared operands, all of whose parts are in the signature."""
-    try:
-        parts = (qkv.q, qkv.k, qkv.vt, qkv.q_scale, qkv.k_scale, qkv.v_scale, qkv.q_dot_mean)
-        signatures = [None if part is None else _signature(part) for part in parts]
-        key: _Key = (
-            *signatures,
-            qkv.seqlen_k,
-            qkv.recipe,
-            qkv.dtype,
-            type(causal),
-            causal,
-            backend,
-            out_dtype,
-        )
-        known = _plans.get(key)
-    except (AttributeError, LookupError, RuntimeError, TypeError):
-        key, known = (), None
-    if known is not None:
-        return known
+    """Likewise for prepared operands."""
     validate.check_quantized(qkv)
     problem = Problem.from_quantized(
         qkv,
@@ -394,20 +420,7 @@ def _plan_quantized(qkv: QuantizedQKV, causal: bool, backend: str, out_dtype: to
         out_dtype=validate.check_out_dtype(out_dtype, qkv.dtype),
     )
     validate.check_backend(backend, problem.capability)
-    return _remember(key, make_plan(problem, backend))
-
-
-def _signature(x: Any) -> _Key:
-    """What validation reads of a tensor. Raises one of several errors for anything but a dense tensor."""
-    return type(x), x.shape, x.dtype, x.device, x.stride(-1)
-
-
-def _remember(key: _Key, plan: Plan) -> Plan:
-    if key:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    return plan
+    return make_plan(problem, backend)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -415,13 +428,38 @@ def _remember(key: _Key, plan: Plan) -> Plan:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def _quantize(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> QuantizedQKV:
-    assert plan.quantize_config is not None, "a plan for 16-bit inputs names a quantiser"
-    if plan.backend == "emulator" or plan.problem.is_empty:
-        return quantize_reference(q, k, v, plan.recipe)
-    from cute_attn.launch import launch_quantize
+def _launches(plan: Plan) -> bool:
+    """Whether kernels run; else the emulator does, or the result is known."""
+    return plan.backend == "sm90" and not plan.problem.is_empty
 
-    return launch_quantize(_aligned(q), _aligned(k), _aligned(v), plan.recipe, plan.quantize_config)
+
+def _prepare_attention(
+    q: Tensor, k: Tensor, plan: Plan, softmax_scale: float | None
+) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor | tuple[Tensor, Tensor]]:
+    """The call of the kernels for 16-bit tensors of these shapes; the plan is one with launches."""
+    assert plan.quantize_config is not None, "a plan for 16-bit inputs names a quantiser"
+    scale = validate.check_softmax_scale(softmax_scale, plan.problem.head_dim)
+    from cute_attn.launch import Attention
+
+    return Attention(q.shape, k.shape, plan.recipe, plan.quantize_config, plan.config, scale, q.device)
+
+
+def _prepare_quantize(q: Tensor, k: Tensor, plan: Plan) -> Callable[[Tensor, Tensor, Tensor], QuantizedQKV]:
+    assert plan.quantize_config is not None, "a plan for 16-bit inputs names a quantiser"
+    from cute_attn.launch import Quantiser
+
+    quantiser = Quantiser(q.shape, k.shape, plan.recipe, plan.quantize_config, q.device)
+    return lambda q, k, v: quantiser.operands(quantiser(q, k, v), q.dtype)
+
+
+def _prepare_forward(
+    qkv: QuantizedQKV, plan: Plan, softmax_scale: float | None
+) -> Callable[[QuantizedQKV], tuple[Tensor, Tensor]]:
+    """Likewise for operands with parts of these shapes."""
+    scale = validate.check_softmax_scale(softmax_scale, plan.problem.head_dim)
+    from cute_attn.launch import Forward
+
+    return Forward((*qkv.q.shape[:3], qkv.vt.shape[2]), plan.config, scale, qkv.q.device)
 
 
 def _transpose_v(q: Tensor, v: Tensor, backend: str) -> Tensor | None:
@@ -431,27 +469,7 @@ def _transpose_v(q: Tensor, v: Tensor, backend: str) -> Tensor | None:
         return None
     from cute_attn.launch import launch_transpose_v
 
-    return launch_transpose_v(_aligned(v), transpose_config(v.shape[3]))
-
-
-_ALIGNMENT: Final = 16  # bytes: what TMA and 16-byte accesses want of addresses and strides
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """`x`, or a contiguous copy where its address or a stride is no multiple of 16 bytes."""
-    batch, seqlen, heads, _ = x.stride()
-    if (x.data_ptr() | (batch | seqlen | heads) * x.element_size()) % _ALIGNMENT == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _aligned_operands(qkv: QuantizedQKV, plan: Plan) -> QuantizedQKV:
-    if plan.backend == "emulator":
-        return qkv
-    q, k, vt = _aligned(qkv.q), _aligned(qkv.k), _aligned(qkv.vt)
-    if q is qkv.q and k is qkv.k and vt is qkv.vt:
-        return qkv
-    return dataclasses.replace(qkv, q=q, k=k, vt=vt)
+    return launch_transpose_v(v, transpose_config(v.shape[3]))
 
 
 def _attend(
@@ -462,7 +480,7 @@ def _attend(
     return_lse: bool,
     backend: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a plan. `prepare` makes the operands; it is not called where the result is known without them.
+    """Run a plan without launches. `prepare` makes the operands; it is not called where the result is known.
 
     Public functions call this directly: the warning names the line that called them.
     """
@@ -470,7 +488,7 @@ def _attend(
     scale = validate.check_softmax_scale(softmax_scale, problem.head_dim)
     if problem.is_empty:
         out, lse = _empty_result(problem, device)
-    elif plan.backend == "emulator":
+    else:
         if backend == "auto":
             _warn_emulator(plan)
         from cute_attn.emulator import emulate_forward
@@ -484,12 +502,6 @@ def _attend(
             pack_gqa=config.pack_gqa,
             check_keys=config.check_keys,
             out_dtype=problem.out_dtype,
-        )
-    else:
-        from cute_attn.launch import launch_forward
-
-        out, lse = launch_forward(
-            prepare(), config, causal=config.causal, softmax_scale=scale, out_dtype=problem.out_dtype
         )
     return (out, lse) if return_lse else out
 

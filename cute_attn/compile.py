@@ -1,7 +1,7 @@
 """Config -> compiled kernel, without data and without a GPU.
 
-The arguments are fake tensors whose sizes and strides are symbols, so that one compilation serves every
-shape. The result takes torch tensors through TVM-FFI and launches on torch's current stream.
+The arguments are fake tensors whose sizes and strides are symbols, and integers, so that one compilation serves
+every shape. The result takes torch tensors through TVM-FFI and launches on torch's current stream.
 
 `compile_kernel` is what the launches call: a look-up where the process has the kernel, else a file of the
 disk cache (see `cute_attn.cache`), else the compiler. `inspect` says what the compiler made of a kernel. The
@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn import cache, plan, sass
-from cute_attn.kernels.config import HEAD_DIMS, K_SCALE_PAD, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import HEAD_DIMS, FwdConfig, QuantizeConfig
+from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import PRESETS
 
 __all__ = [
@@ -82,33 +83,25 @@ def build(config: KernelConfig, options: str = "") -> Any:
         strides = tuple(cute.sym_int64() for _ in shape)
         return make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
 
-    def rows(groups: Any, divisibility: int, align: int) -> Any:  # scales of a head's key groups, contiguous
-        return fake(cutlass.Float32, (batch, heads_k, groups), divisibility, align)
-
     f8 = cutlass.Float8E4M3FN
-    batch, seqlen_q, seqlen_k, heads_q, heads_k = (cute.sym_int32() for _ in range(5))
-    padded_k, k_groups, v_groups, chunks = (cute.sym_int32() for _ in range(4))
+    batch, seqlen_q, seqlen_k, heads_q, heads_k, padded_k = (cute.sym_int32() for _ in range(6))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     d, d_v = config.head_dim, config.head_dim_v
-    vt = wide(f8, batch, heads_k, d_v, padded_k)
+    address, layout = cutlass.Int64(0), tuple(cutlass.Int64(0) for _ in Layout._fields)
     entry: Any
     args: list[Any]
     if isinstance(config, FwdConfig):
+        from cute_attn.kernels.entry import FwdEntry
         from cute_attn.kernels.sm90.fwd import FwdSm90
 
-        code = f8 if config.qk_dtype == "e4m3" else cutlass.Int8
         out = cutlass.BFloat16 if config.out_dtype == "bf16" else cutlass.Float16
-        entry = FwdSm90(config)
+        entry = FwdEntry(FwdSm90(config), config)
         args = [
-            wide(code, batch, seqlen_q, heads_q, d),
-            wide(code, batch, seqlen_k, heads_k, d),
-            vt,
-            scalars(batch, heads_q, seqlen_q),
-            rows(k_groups, K_SCALE_PAD, 4 * K_SCALE_PAD),
-            rows(v_groups, 1, 4),
-            scalars(batch, heads_q, seqlen_q),
             wide(out, batch, seqlen_q, heads_q, d_v),
-            scalars(batch, heads_q, seqlen_q),
+            address,
+            address,
+            address,
+            layout,
             cutlass.Float32(1.0),
             cutlass.Float32(1.0),
             cutlass.Int32(1),
@@ -117,32 +110,25 @@ def build(config: KernelConfig, options: str = "") -> Any:
     else:
         from cute_attn.kernels.any.quantize import Quantize, TransposeV
         from cute_attn.kernels.any.vectors import IN_TYPES
+        from cute_attn.kernels.entry import QuantizeEntry
 
         element = IN_TYPES[config.in_dtype]
         v = fake(element, (batch, seqlen_k, heads_k, d_v), 8, element.width)  # eight elements a load
         if config.in_dtype == "e4m3":
-            entry, args = TransposeV(config), [v, vt]
+            entry, args = TransposeV(config), [v, wide(f8, batch, heads_k, d_v, padded_k)]
         else:
-            code = f8 if config.qk_dtype == "e4m3" else cutlass.Int8
-            entry = Quantize(config)
+            entry = QuantizeEntry(Quantize(config), config)
             args = [
                 wide(element, batch, seqlen_q, heads_q, d),
                 wide(element, batch, seqlen_k, heads_k, d),
                 v,
-                scalars(d),
-                scalars(batch, chunks, heads_k, d),
-                scalars(batch, heads_q),
-                scalars(batch, heads_k),
-                scalars(batch, heads_k),
-                wide(code, batch, seqlen_q, heads_q, d),
-                wide(code, batch, seqlen_k, heads_k, d),
-                vt,
-                fake(cutlass.Float32, (batch, heads_q, seqlen_q), 1, 4),
-                rows(k_groups, 1, 4),
-                rows(v_groups, 1, 4),
-                fake(cutlass.Float32, (batch, heads_q, seqlen_q), 1, 4),
-                cutlass.Int32(1),
-                cutlass.Int32(1),
+                scalars(d) if config.rotate else None,
+                scalars(batch, heads_q) if config.q_mode == "static" else None,
+                scalars(batch, heads_k) if config.k_mode == "static" else None,
+                scalars(batch, heads_k) if config.v_mode == "static" else None,
+                address,
+                layout,
+                cutlass.Int32(0),
             ]
         options = f"{QUANTISER_OPTIONS} {options}"
     return cute.compile(entry, *args, stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}")
@@ -157,9 +143,10 @@ def compile_kernel(config: KernelConfig) -> Callable[..., None]:
     Needs no GPU. Thread-safe, and processes that ask for the same kernel at the same time compile it once.
 
     Returns:
-        a function of torch tensors on one CUDA device, with the arguments that `build` lists. It checks
-        their number, device, dtype, rank, shape and strides (TypeError, ValueError) and launches on the
-        current stream.
+        a function with the arguments that `build` lists (see `cute_attn.kernels.entry`), its tensors on one
+        CUDA device. It checks their number, device, dtype, rank, shape, strides and alignment (TypeError,
+        ValueError), makes their device current while it runs, and launches on its current stream. What crosses
+        as an address it does not check.
 
     Raises:
         ValueError: `config` breaks a limit, see its `check`.

@@ -44,7 +44,9 @@ def heads_in_turn(
         return 1
     last = (torch.arange(1, units + 1) * rows - 1) // config.pack_gqa
     keys = (last + 1 + seqlen_k - seqlen_q).clamp(1, max(seqlen_k, 1))
-    cost = (keys + config.tile_n - 1) // config.tile_n + TILE_COST * 256 / config.tile_n  # of a unit, shortest first
+    cost = (
+        keys + config.tile_n - 1
+    ) // config.tile_n + TILE_COST * 256 / config.tile_n  # of a unit, shortest first
     best, best_span = 1, float("inf")
     for turn in TURNS:
         if turn > heads:

@@ -131,7 +131,9 @@ class FwdConfig:
         k = self.kv_stages * self.tile_n * self.head_dim_padded
         v = self.kv_stages * self.tile_n * (self.head_dim_v + SUM_ROWS)
         o = self.tile_m * self.head_dim_v * 2
-        aligned = [-(-part // 1024) * 1024 for part in (q, k, v, o)]  # swizzle atoms repeat every 1 KiB at most
+        aligned = [
+            -(-part // 1024) * 1024 for part in (q, k, v, o)
+        ]  # swizzle atoms repeat every 1 KiB at most
         return 1024 + sum(aligned)
 
     def check(self) -> None:
@@ -184,7 +186,9 @@ class QuantizeConfig:
     v_mode: str  # "block" (256 keys) or "static"
     rotate: bool  # random signs and Hadamard transform of Q and K
     smooth: bool  # subtract the mean key from every key of a head, and leave q . mean
-    rotary: str = "none"  # rotary position embedding of Q and K: "none", "half" (pairs i, i + dim / 2), "interleaved"
+    rotary: str = (
+        "none"  # rotary position embedding of Q and K: "none", "half" (pairs i, i + dim / 2), "interleaved"
+    )
 
     @property
     def name(self) -> str:

@@ -34,8 +34,8 @@ P_ERROR = {"code": 3.35e-2, "ex2": 2.8e-2, "cast": 2.85e-2}
 
 @pytest.fixture(autouse=True)
 def fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plan remembered, no warning given yet."""
-    monkeypatch.setattr(api, "_plans", {})
+    """No call remembered, no warning given yet."""
+    monkeypatch.setattr(api, "_calls", {})
     monkeypatch.setattr(api, "_warned", False)
 
 
@@ -551,27 +551,53 @@ def test_explain_accepts_inputs_that_require_grad() -> None:
 
 
 class Launches:
-    """Stands for launch.py on a Hopper GPU that is not there; remembers the calls."""
+    """Stands for launch.py on a Hopper GPU that is not there; remembers what is prepared and called."""
 
     def __init__(self) -> None:
+        self.prepared: list[tuple[Any, ...]] = []
+        self.attention: list[tuple[Any, ...]] = []
         self.quantize: list[tuple[Any, ...]] = []
-        self.forward: list[tuple[Any, ...]] = []
+        self.forward: list[tuple[QuantizedQKV, Any, float]] = []
         self.transpose: list[tuple[Tensor, Any]] = []
         self.codes: QuantizedQKV | None = None
 
-    def launch_quantize(
-        self, q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, config: Any, **options: Any
-    ) -> QuantizedQKV:
-        self.quantize.append((q, k, v, recipe, config))
-        return quantize_reference(q, k, v, recipe) if self.codes is None else self.codes
+    def new_attention(self, *about: Any) -> Callable[..., Any]:
+        self.prepared.append(about)
+
+        def call(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Any:
+            self.attention.append((q, k, v, *about[2:-1]))
+            return (q, q) if return_lse else q
+
+        return call
+
+    def new_quantiser(self, shape_q: Any, shape_k: Any, recipe: Fp8Recipe, config: Any, device: Any) -> Any:
+        self.prepared.append((shape_q, shape_k, recipe, config, device))
+
+        class Quantiser:
+            def __call__(quantiser, q: Tensor, k: Tensor, v: Tensor) -> QuantizedQKV:
+                self.quantize.append((q, k, v, recipe, config))
+                return quantize_reference(q, k, v, recipe) if self.codes is None else self.codes
+
+            def operands(quantiser, workspace: QuantizedQKV, dtype: torch.dtype) -> QuantizedQKV:
+                return workspace
+
+        return Quantiser()
+
+    def new_forward(
+        self, shape_out: Any, config: Any, softmax_scale: float, device: Any
+    ) -> Callable[..., Any]:
+        self.prepared.append((shape_out, config, softmax_scale, device))
+
+        def call(qkv: QuantizedQKV) -> tuple[Tensor, Tensor]:
+            assert tuple(shape_out) == (*qkv.q.shape[:3], qkv.vt.shape[2])
+            self.forward.append((qkv, config, softmax_scale))
+            return qkv.q, qkv.q_scale
+
+        return call
 
     def launch_transpose_v(self, v: Tensor, config: Any) -> Tensor:
         self.transpose.append((v, config))
         return permute_v(v)
-
-    def launch_forward(self, qkv: QuantizedQKV, config: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        self.forward.append((qkv, config, options))
-        return qkv.q, qkv.q_scale
 
 
 @pytest.fixture
@@ -579,9 +605,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     fake = Launches()
     monkeypatch.setattr("cute_attn.problem.device_capability", lambda device: (9, 0))
     monkeypatch.setattr(api, "device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("cute_attn.launch.launch_quantize", fake.launch_quantize)
+    monkeypatch.setattr("cute_attn.launch.Attention", fake.new_attention)
+    monkeypatch.setattr("cute_attn.launch.Quantiser", fake.new_quantiser)
+    monkeypatch.setattr("cute_attn.launch.Forward", fake.new_forward)
     monkeypatch.setattr("cute_attn.launch.launch_transpose_v", fake.launch_transpose_v)
-    monkeypatch.setattr("cute_attn.launch.launch_forward", fake.launch_forward)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no word of the emulator
         yield fake
@@ -595,11 +622,8 @@ def test_sm90_launches_the_plan(launches: Launches, backend: str, causal: bool) 
     plan = cute_attn.explain(q, k, v, **options)
     assert plan.backend == "sm90" and plan.kernel == plan.config.name
     cute_attn.fp8_attention(q, k, v, softmax_scale=0.3, **options)
-    (quantised,), (attended,) = launches.quantize, launches.forward
-    assert quantised == (q, k, v, PRESETS["paper"], plan.quantize_config)
-    codes, config, given = attended
-    assert config == plan.config and codes.recipe == PRESETS["paper"]
-    assert given == {"causal": causal, "softmax_scale": 0.3, "out_dtype": FP16}
+    assert launches.attention == [(q, k, v, PRESETS["paper"], plan.quantize_config, plan.config, 0.3)]
+    assert plan.config.causal == causal and plan.config.out_dtype == "fp16"
 
 
 def test_sm90_takes_prepared_operands_as_they_are(launches: Launches) -> None:
@@ -607,7 +631,8 @@ def test_sm90_takes_prepared_operands_as_they_are(launches: Launches) -> None:
     codes = cute_attn.quantize(q, k, v)
     cute_attn.fp8_attention_quantized(codes, causal=True)
     assert launches.forward[0][0] is codes
-    assert launches.forward[0][1].causal is False and launches.forward[0][2]["causal"] is False
+    assert launches.forward[0][1].causal is False
+    assert launches.forward[0][2] == 64**-0.5
 
     e4m3 = [x.to(E4M3) for x in (q, k, v)]
     cute_attn.flash_attn_fp8_func(*e4m3)
@@ -616,18 +641,11 @@ def test_sm90_takes_prepared_operands_as_they_are(launches: Launches) -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "sm90"])
-@pytest.mark.parametrize("padding", [0, 1, 16])
-def test_sm90_transposes_ready_v_on_the_device(launches: Launches, padding: int, backend: str) -> None:
-    """Rows of V that are `padding` bytes longer than head_dim; only what TMA could not read is copied."""
+def test_sm90_transposes_ready_v_on_the_device(launches: Launches, backend: str) -> None:
     q, k, v = (x.to(E4M3) for x in Shape(batch=2, seqlen_q=9, seqlen_k=77, head_dim=128).tensors())
-    wide = torch.zeros(2, 77, 2, 128 + padding, dtype=torch.uint8)
-    wide[..., :128] = v.view(torch.uint8)
-    v = wide[..., :128].view(E4M3)
     cute_attn.flash_attn_fp8_func(q, k, v, backend=backend)
     ((given, config),) = launches.transpose
-    assert config == transpose_config(128)
-    assert given.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in given.stride()[:-1])
-    assert torch.equal(given.float(), v.float()) and (given is v) == (padding != 1)
+    assert config == transpose_config(128) and given is v
     qkv = launches.forward[0][0]
     assert torch.equal(qkv.vt.float(), permute_v(v).float())
     cute_attn.flash_attn_fp8_func(q, k, v, backend="emulator")
@@ -640,32 +658,72 @@ def test_sm90_launches_nothing_for_empty_inputs(launches: Launches) -> None:
         cute_attn.fp8_attention(q, k, v)
         cute_attn.fp8_attention_quantized(cute_attn.quantize(q, k, v))
         cute_attn.flash_attn_fp8_func(*(x.to(E4M3) for x in (q, k, v)))
-    assert not launches.quantize and not launches.transpose and not launches.forward
+    assert not launches.prepared and not launches.transpose
 
 
-@pytest.mark.parametrize("view", [fused_qkv, head_major, wide_rows])
-def test_sm90_gets_aligned_tensors(
-    launches: Launches, view: Callable[..., tuple[Tensor, Tensor, Tensor]]
-) -> None:
-    """TMA wants addresses and strides that are multiples of 16 bytes; only other tensors are copied."""
-    tensors = Shape(batch=2, seqlen_q=17, seqlen_k=17).tensors()
-    views = view(*tensors)
-    cute_attn.fp8_attention(*views)
-    for given, original, value in zip(launches.quantize[0], views, tensors, strict=False):
-        assert given.data_ptr() % 16 == 0 and given.stride(-1) == 1
-        assert all(stride * given.element_size() % 16 == 0 for stride in given.stride()[:-1])
-        assert torch.equal(given, value)
-        assert (given is original) == (view is not wide_rows)
+def test_sm90_prepares_a_call_once(launches: Launches) -> None:
+    """And again for whatever the launch depends on: shapes, dtypes, options; not for strides and addresses."""
+    q, k, v = Shape(batch=2, seqlen_q=17, seqlen_k=17).tensors()
 
-    e4m3 = [x.to(E4M3) for x in tensors]
-    odd = [
-        torch.cat([x.view(torch.uint8), x.view(torch.uint8)[..., :1]], -1)[..., :64].view(E4M3) for x in e4m3
-    ]
-    cute_attn.flash_attn_fp8_func(*odd)
-    codes = launches.forward[-1][0]
-    for given, value in ((codes.q, e4m3[0]), (codes.k, e4m3[1])):
-        assert all(stride % 16 == 0 for stride in given.stride()[:-1])
-        assert torch.equal(given.float(), value.float())
+    def calls() -> list[Callable[[], object]]:
+        attend, codes = cute_attn.fp8_attention, cute_attn.quantize(q, k, v)
+        attend_codes = cute_attn.fp8_attention_quantized
+        return [
+            lambda: attend(q, k, v),
+            lambda: attend(q, k, v, causal=True),
+            lambda: attend(q, k, v, softmax_scale=0.5),
+            lambda: attend(q, k, v, softmax_scale=1.0),
+            lambda: attend(q, k, v, recipe="fp8"),
+            lambda: attend(q, k, v, out_dtype=FP16),
+            lambda: attend(q[:, :16], k, v),
+            lambda: attend(q, k[:, :, :1], v[:, :, :1]),
+            lambda: attend(*(x.half() for x in (q, k, v))),
+            lambda: cute_attn.quantize(q, k, v, "fp8"),
+            lambda: attend_codes(codes),
+            lambda: attend_codes(codes, causal=True),
+            lambda: attend_codes(codes, softmax_scale=0.5),
+            lambda: attend_codes(codes, out_dtype=FP16),
+        ]
+
+    for call in calls():
+        before = len(launches.prepared)
+        for _ in range(3):
+            call()
+        assert len(launches.prepared) == before + 1
+    before = len(launches.prepared)
+    for call in calls():
+        call()
+    cute_attn.fp8_attention(*head_major(q, k, v), return_lse=True)
+    assert len(launches.prepared) == before
+
+
+@pytest.mark.parametrize(
+    "bad", [{"causal": 1}, {"softmax_scale": True}, {"recipe": "none"}, {"backend": "gpu"}]
+)
+def test_sm90_refuses_what_only_compares_equal(launches: Launches, bad: dict[str, Any]) -> None:
+    """1 == True, and both hash to the same."""
+    q, k, v = Shape(seqlen_q=5, seqlen_k=9).tensors()
+    good = {"causal": True, "softmax_scale": 1.0}
+    codes = cute_attn.quantize(q, k, v)
+    cute_attn.fp8_attention(q, k, v, **good)
+    cute_attn.fp8_attention_quantized(codes, **good)
+    with pytest.raises((TypeError, ValueError), match=next(iter(bad))):
+        cute_attn.fp8_attention(q, k, v, **good | bad)
+    if "recipe" not in bad:
+        with pytest.raises((TypeError, ValueError), match=next(iter(bad))):
+            cute_attn.fp8_attention_quantized(codes, **good | bad)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_sm90_refuses_gradients_in_every_call(launches: Launches, name: str) -> None:
+    tensors = dict(zip("qkv", Shape(seqlen_q=5, seqlen_k=9).tensors(), strict=True))
+    for function in (cute_attn.fp8_attention, cute_attn.quantize):
+        function(**tensors)
+        wanting = tensors | {name: tensors[name].clone().requires_grad_()}
+        with pytest.raises(NotImplementedError, match=f"{name} requires grad"):
+            function(**wanting)
+        with torch.no_grad():
+            function(**wanting)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -710,16 +768,16 @@ def test_host_path_runs_no_torch_operation(launches: Launches) -> None:
             cute_attn.fp8_attention_quantized(codes, return_lse=True)
             cute_attn.explain(q, k, v)
         assert ops.count == 0
-    assert len(launches.forward) == 4
+    assert len(launches.attention) == len(launches.forward) == 2
 
 
-def test_remembered_plans_are_bounded(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_MAX_PLANS", 8)
+def test_remembered_calls_are_bounded(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_MAX_CALLS", 8)
     x = torch.zeros(1, 40, 1, 64, dtype=BF16)
     for seqlen in range(1, 41):
-        plan = cute_attn.explain(x[:, :seqlen], x, x)
-        assert plan.problem.seqlen_q == seqlen
-        assert len(api._plans) <= 8
+        cute_attn.fp8_attention(x[:, :seqlen], x, x)
+        assert launches.prepared[-1][0][1] == seqlen
+        assert len(api._calls) <= 8
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 
 from cute_attn import reference
 from cute_attn.bench import __main__ as cli
-from cute_attn.bench import cases, figures, lengths, peers, record, report, timing
+from cute_attn.bench import cases, figures, lengths, overhead, peers, record, report, timing
 from cute_attn.kernels.config import FwdConfig, QuantizeConfig
 
 CASE = cases.Case(batch=2, seqlen_q=200, seqlen_k=200, heads_q=4, heads_k=2, head_dim=64, causal=True)
@@ -136,13 +136,14 @@ def test_bad_command_lines_name_the_option(
     assert message in capsys.readouterr().err
 
 
-def test_speed_report_without_hopper_is_an_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["speed", "overhead"])
+def test_timing_without_hopper_is_an_error(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli, "hopper_device", lambda: (False, "no CUDA GPU is visible to torch"))
     with pytest.raises(SystemExit):
-        cli.main(["--report", "speed"])
-    assert "--report speed needs a Hopper GPU" in capsys.readouterr().err
+        cli.main(["--report", name])
+    assert f"--report {name} needs a Hopper GPU" in capsys.readouterr().err
 
 
 # --- cases
@@ -881,3 +882,84 @@ def test_kernel_error_by_length_runs_on_any_backend() -> None:
     assert rows[0]["rel_rmse"] < 0.005 and rows[1]["rel_rmse"] < 0.01
     grid = report.error_grid(rows)
     assert grid is not None and grid.lines[0][:4] == ["fp8", "64", "0.5", "emulator"]
+
+
+# --- host time
+
+
+def test_host_time_is_that_of_a_call_in_a_batch() -> None:
+    now, made, waited = [0.0], [0], [0]
+
+    def call() -> None:
+        made[0] += 1
+        now[0] += 3e-6 if waited[0] < 3 else 7e-6  # the second of two counted batches is slower
+
+    def synchronize() -> None:
+        waited[0] += 1
+        now[0] += 1.0  # not in the time
+
+    times = overhead.batch_times(call, batches=2, calls=10, synchronize=synchronize, clock=lambda: now[0])
+    assert times == pytest.approx([3.0, 7.0]) and made[0] == 30 and waited[0] == 4
+
+
+def test_host_time_on_any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    def need(module: str) -> Any:
+        raise peers.NotRun("unavailable", f"cannot import {module}")
+
+    monkeypatch.setattr(peers, "need", need)
+    options: dict[str, Any] = {"backend": "emulator", "device": "cpu", "synchronize": lambda: None}
+    rows = overhead.measure(["fp8"], batches=1, calls=1, **options)
+    record.validate(meta(), rows)
+    assert [(row["provider"], row["kernel"], row["status"]) for row in rows] == [
+        ("cute_attn", "fp8_attention", "ok"),
+        ("cute_attn", "fp8_attention, lse", "ok"),
+        ("cute_attn", "quantize", "ok"),
+        ("cute_attn", "fp8_attention_quantized", "ok"),
+        ("torch", "x + x", "ok"),
+        ("torch", "scaled_dot_product_attention", "ok"),
+        ("fa3", "flash_attn_func", "unavailable"),
+        ("fa3", "flash_attn_func", "unavailable"),
+    ]
+    rows[0].update(ms=0.0234, ms_min=0.021, ms_max=0.03)
+    rows[1].update(ms=None, ms_min=None, ms_max=None, status="failed", reason="RuntimeError: no")
+    grid = overhead.overhead_grid(rows)
+    assert grid is not None and overhead.overhead_grid([]) is None
+    assert grid.lines[0] == ["cute_attn", "fp8_attention", "fp8", "23.4", "21.0", "30.0"]
+    assert grid.lines[1][2:] == ["fp8", "failed", "", ""] and grid.sections == {3}
+    assert grid.notes[0] == "cute_attn fp8_attention, lse fp8: RuntimeError: no"
+
+
+def test_overhead_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "hopper_device", lambda: (True, "a GPU of this test"))
+    asked: list[list[str]] = []
+
+    def measure(recipes: list[str]) -> list[dict[str, Any]]:
+        asked.append(recipes)
+        shape = overhead.CASE.fields
+        row = record.make_row(provider="cute_attn", kernel="quantize", phase="overhead", dtype="fp8", **shape)
+        return [row | {"ms": 0.02, "ms_min": 0.02, "ms_max": 0.02}]
+
+    monkeypatch.setattr(overhead, "measure", measure)
+    path = tmp_path / "x.json"
+    assert cli.main(["--report", "overhead", "--json", str(path), "--markdown", str(tmp_path / "x.md")]) == 0
+    assert asked == [["accurate"]] and record.read(path).rows[0]["phase"] == "overhead"
+    assert "Host time of a call" in capsys.readouterr().out
+    assert "Host time of a call" in (tmp_path / "x.md").read_text()
+
+
+def test_stored_bytes_are_those_of_the_parts() -> None:
+    """Not those of the storage that the parts of a quantised tensor share, nor of what an expanded scale repeats."""
+    storage = torch.zeros(4096, dtype=torch.uint8)
+    floats = storage.view(torch.float32)
+    qkv = SimpleNamespace(
+        q=storage[:1024].view(1, 4, 2, 128),
+        k=storage[1024:1536].view(1, 2, 2, 128),
+        vt=storage[1536:2048].view(1, 2, 128, 2),
+        q_scale=floats[512:520].view(1, 2, 4),
+        k_scale=torch.ones(1, 2, 1).expand(1, 2, 50),
+        v_scale=torch.ones(()).expand(1, 2, 50),
+        q_dot_mean=None,
+    )
+    assert peers._stored_bytes(qkv) == 1024 + 512 + 512 + 32 + 8 + 4

@@ -165,6 +165,7 @@ PROCESS = """
 import time
 from cute_attn import compile as compiler, plan
 import cutlass.cute, torch
+from cute_attn.kernels.operands import Layout
 
 build, built = compiler.build, []
 def counted(config, options=""):
@@ -177,7 +178,7 @@ start = time.perf_counter()
 kernel = compiler.compile_kernel(config)
 print(len(built), time.perf_counter() - start)
 assert compiler.compile_kernel(config) is kernel
-f8, scalars = torch.float8_e4m3fn, lambda *shape: torch.zeros(shape)
+f8 = torch.float8_e4m3fn
 args = {args}
 try:
     kernel(*args)
@@ -190,9 +191,7 @@ TRANSPOSE = (
 )
 ATTEND = (
     "plan.forward_config(64, 64, 'e4m3', False, 'ex2', 'fp16')",
-    "[*(torch.zeros(1, 16, 1, 64).to(f8) for _ in range(2)), torch.zeros(1, 1, 64, 16).to(f8), "
-    "scalars(1, 1, 16), scalars(1, 1, 4)[..., :1], scalars(1, 1, 1), scalars(1, 1, 16), "
-    "torch.zeros(1, 16, 1, 64).half(), scalars(1, 1, 16), 0.125, 0.125]",
+    "[torch.zeros(1, 16, 1, 64).half(), 0, 0, 0, Layout(*[0] * len(Layout._fields)), 0.125, 0.125, 132]",
 )
 
 

@@ -440,7 +440,7 @@ def test_device_mismatch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
 def test_sm90_on_another_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    monkeypatch.setattr(api, "_plans", {})
+    monkeypatch.setattr(api, "_calls", {})
     monkeypatch.setattr("cute_attn.problem.device_capability", lambda device: capability)
     dotted = f"{capability[0]}.{capability[1]}"
     with pytest.raises(

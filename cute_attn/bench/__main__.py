@@ -23,8 +23,9 @@ EPILOG = """examples:
   python -m cute_attn.bench --seqlen 4096,16384 --head-dim 128 --causal 0 --recipe accurate,fp8
   python -m cute_attn.bench --phase forward,quantize,whole_call --json speed.json --markdown speed.md
   python -m cute_attn.bench --report accuracy --tensors my_layers.safetensors
+  python -m cute_attn.bench --report overhead --json overhead.json
 """
-REPORTS = ("accuracy", "speed", "figures", "all")
+REPORTS = ("accuracy", "speed", "figures", "overhead", "all")
 QUICK_SEQLENS = (1024, 16384)
 QUICK_ROUNDS = 3
 ROUNDS = 7
@@ -386,9 +387,21 @@ class Run:
         for grid in figures.figure_grids(rows):
             self.console.print(grid.rich())
 
+    def overhead(self) -> None:
+        """Host time of calls on tiny tensors."""
+        from cute_attn.bench import overhead
+        from cute_attn.quantize import resolve_recipe
+
+        recipes = self.options.recipe or [resolve_recipe("default").name]
+        found = overhead.measure(recipes)
+        self.rows += found
+        grid = overhead.overhead_grid(found)
+        if grid is not None:
+            self.console.print(grid.rich())
+
     def write(self, meta: dict[str, Any], head: Sequence[str]) -> None:
         """The files asked for."""
-        from cute_attn.bench import figures, record, report
+        from cute_attn.bench import figures, overhead, record, report
 
         options = self.options
         if options.json:
@@ -399,7 +412,11 @@ class Run:
             grids = report.speed_grids(self.rows)
             grids += [
                 grid
-                for grid in (report.accuracy_grid(self.rows), report.error_grid(self.rows))
+                for grid in (
+                    report.accuracy_grid(self.rows),
+                    report.error_grid(self.rows),
+                    overhead.overhead_grid(self.rows),
+                )
                 if grid is not None
             ]
             report.write_markdown(options.markdown, head, grids + figures.figure_grids(self.rows))
@@ -427,7 +444,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     hopper, device = hopper_device()
     reports = {
         None: ["speed", "accuracy"] if hopper else ["accuracy", "figures"],
-        "all": ["speed", "accuracy", "figures"] if hopper else ["accuracy", "figures"],
+        "all": ["speed", "overhead", "accuracy", "figures"] if hopper else ["accuracy", "figures"],
     }.get(options.report, [options.report])
     try:
         if options.recipe:
@@ -443,8 +460,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             report.need_matplotlib()
         if options.tensors is not None:
             data.load_user_tensors(options.tensors)  # refused now and not after the timing
-        if options.report == "speed" and not hopper:
-            raise ValueError(f"--report speed needs a Hopper GPU (compute capability 9.x): {device}")
+        if options.report in ("speed", "overhead") and not hopper:
+            raise ValueError(
+                f"--report {options.report} needs a Hopper GPU (compute capability 9.x): {device}"
+            )
     except (ValueError, FileNotFoundError, report.PlotUnavailable) as error:
         parser.error(str(error))  # exits with status 2
 
@@ -468,6 +487,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in reports:
         if name == "speed":
             run.speed()
+        elif name == "overhead":
+            run.overhead()
         elif name == "accuracy":
             run.accuracy(hopper)
         else:

@@ -35,6 +35,7 @@ PHASES = (
     "accuracy_kernel",
     "accuracy_total",
     "figures",
+    "overhead",
 )
 DTYPES = ("fp8", "bf16", "fp16")
 STATUSES = ("ok", "unavailable", "skipped", "failed", "wrong")

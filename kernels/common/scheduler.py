@@ -35,7 +35,9 @@ def unit_in_round(r: Int32, cluster: Int32, clusters: Int32, cfg: FwdConfig) -> 
 
 
 @cute.jit
-def unit_coord(unit: Int32, m_units: Int32, group: Int32, heads_k: Int32, batches: Int32, turn: Int32, cfg: FwdConfig):
+def unit_coord(
+    unit: Int32, m_units: Int32, group: Int32, heads_k: Int32, batches: Int32, turn: Int32, cfg: FwdConfig
+):
     """Number in the order of work -> (unit of the head, head, batch); head is one of K where rows are packed.
 
     Without a mask the units of a head are neighbours, so that its K and V stay in L2 while they are needed, and so are
@@ -73,7 +75,9 @@ def key_blocks(m_block: Int32, seqlen_q: Int32, seqlen_k: Int32, cfg: FwdConfig)
         own = blocks
         if cutlass.const_expr(cfg.cluster > 1):
             own = blocks_seen((m_block + 1) * cfg.tile_m, seqlen_q, seqlen_k, cfg)
-        first = m_block * cfg.tile_m // cfg.pack_gqa  # query of the tile's first row: it sees keys j <= first + shift
+        first = (
+            m_block * cfg.tile_m // cfg.pack_gqa
+        )  # query of the tile's first row: it sees keys j <= first + shift
         seen_by_first = cutlass.min(seqlen_k, first + 1 + seqlen_k - seqlen_q)
     else:
         blocks = cutlass.max((seqlen_k + cfg.tile_n - 1) // cfg.tile_n, 1)

@@ -131,7 +131,9 @@ class FwdSm90:
             o: cute.struct.Align[cute.struct.MemRange[self.out_type, cute.cosize(layout_o)], 1024]
 
         self.storage = Storage
-        m_units = cute.ceil_div(q.shape[1] * cfg.pack_gqa, tile_m * cfg.cluster)  # the last may have a tile of no rows
+        m_units = cute.ceil_div(
+            q.shape[1] * cfg.pack_gqa, tile_m * cfg.cluster
+        )  # the last may have a tile of no rows
         units = m_units * q.shape[3] * q.shape[4]
         self.kernel(
             tma_q.atom,
@@ -266,7 +268,9 @@ class FwdSm90:
                     )
                     g_k = cute.local_tile(m_k[None, None, head_k, batch], (tile_n, d), (None, 0))
                     g_v = cute.local_tile(m_v[None, None, head_k, batch], (d_v, cfg.v_box), (0, None))
-                    tq_s, tq_g = cpasync.tma_partition(atom_q, 0, whole, rows(s_q), cute.group_modes(g_q, 0, 3))
+                    tq_s, tq_g = cpasync.tma_partition(
+                        atom_q, 0, whole, rows(s_q), cute.group_modes(g_q, 0, 3)
+                    )
                     tk_s, tk_g = cpasync.tma_partition(atom_k, rank, parts, rows(s_k), rows(g_k))
                     tv_s, tv_g = cpasync.tma_partition(atom_v, rank, parts, boxes, rows(g_v))
                     state_q, state = self.mainloop.produce(
@@ -412,10 +416,16 @@ class FwdSm90:
                 row = row0 + ROW_STEP * r
                 query, head_q = row // g, head * g + row % g
                 if query < g_lse.shape[0]:
-                    shifted = lse[r] + softmax_scale * g_lse_add[query, head_q]  # may be NaN; a row without keys is not
+                    shifted = (
+                        lse[r] + softmax_scale * g_lse_add[query, head_q]
+                    )  # may be NaN; a row without keys is not
                     g_lse[query, head_q] = shifted if first_hidden_key(limits, r, cfg) > 0 else lse[r]
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # the warp that stores: the last tile's O has been read
-        cute.arch.barrier(barrier_id=Barrier.STORE + warpgroup, number_of_threads=128)  # so the warpgroup may write
+        cute.arch.cp_async_bulk_wait_group(
+            0, read=True
+        )  # the warp that stores: the last tile's O has been read
+        cute.arch.barrier(
+            barrier_id=Barrier.STORE + warpgroup, number_of_threads=128
+        )  # so the warpgroup may write
         # From a number that the compiler cannot know to be tid, or it computes all addresses before the loops.
         tid = cute.arch.shuffle_sync(tid, cute.arch.lane_idx())
         copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out_type)

@@ -44,7 +44,9 @@ V_SCALE_SHIFT = V_SCALE_GROUP.bit_length() - 1  # key position -> its V scale
 class Barrier(enum.IntEnum):
     """Named barriers of the CTA (0 is sync_threads)."""
 
-    STORE = 1  # + warpgroup: its 128 threads; the rows of O staged before have left, or those of now are staged
+    STORE = (
+        1  # + warpgroup: its 128 threads; the rows of O staged before have left, or those of now are staged
+    )
 
 
 class Mainloop:
@@ -53,7 +55,9 @@ class Mainloop:
     def __init__(self, cfg: FwdConfig, policy: Fp8Policy):
         self.cfg = cfg
         self.policy = policy
-        self.receivers = None if cfg.cluster == 1 else cutlass.Int16((1 << cfg.cluster) - 1)  # CTAs that a load of K or V goes to
+        self.receivers = (
+            None if cfg.cluster == 1 else cutlass.Int16((1 << cfg.cluster) - 1)
+        )  # CTAs that a load of K or V goes to
 
     # -- producer ---------------------------------------------------------------------------------------------
 
