@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -285,11 +285,10 @@ def all_forward_configs() -> list[FwdConfig]:
 
     - head_dim 64, 128 and 256, the tuned ones: every mask, operand type and rounding of P; output in fp16,
       which changes only the last conversion, with P by code alone.
-    - Every other head_dim, since widths, swizzles and parts of P V depend on it: P by code, two kernels each.
-      The pairs (e4m3 full, int8 causal) and (int8 full, e4m3 causal) take turns.
-    - Some pairs of unlike head_dim and head_dim_v likewise, and 192/128 (prefill of multi-head latent
+    - Every other head_dim, since widths, swizzles and parts of P V depend on it: P by code, two kernels each, in
+      clusters where the tile has them. The pairs (e4m3 full, int8 causal) and (int8 full, e4m3 causal) take turns.
+    - Some pairs of unlike head_dim and head_dim_v likewise, and 128, 256 and 192/128 (prefill of multi-head latent
       attention) with every mask and operand type.
-    - Clusters of two, which long sequences take in some classes of tiles: all of the above from bf16 that have them.
     - Packed GQA, for each class of tiles and the smallest, a middle and the largest group.
 
     Everything else is compiled on first use by the same code.
@@ -301,17 +300,13 @@ def all_forward_configs() -> list[FwdConfig]:
         for p_rounding in P_ROUNDINGS_OF[qk_dtype]
         for out_dtype in (DTYPE_NAMES.values() if p_rounding == "code" else ("bf16",))
     ]
+    clustered = list(itertools.product(((128, 128), (192, 128), (256, 256)), QK_DTYPES, masks))
     others = [(d, d) for d in HEAD_DIMS if d not in TUNED_HEAD_DIMS]
-    for turn, (d, dv) in enumerate((*others, *_MIXED_HEAD_DIMS)):
-        for causal in masks:
-            configs.append(forward_config(d, dv, QK_DTYPES[(turn + causal) % 2], causal, "code", "bf16"))
-    configs += [
-        forward_config(192, 128, qk_dtype, causal, "code", "bf16")
-        for qk_dtype, causal in itertools.product(QK_DTYPES, masks)
-    ]
-    for c in [c for c in configs if c.out_dtype == "bf16"]:
-        tile = find_tile(c.head_dim, c.head_dim_v, c.qk_dtype, c.causal, c.p_rounding)
-        configs.append(replace(c, cluster=tile.cluster))
+    for turn, pair in enumerate((*others, *_MIXED_HEAD_DIMS)):
+        clustered += [(pair, QK_DTYPES[(turn + causal) % 2], causal) for causal in masks]
+    for pair, qk_dtype, causal in clustered:
+        cluster = find_tile(*pair, qk_dtype, causal, "code").cluster
+        configs.append(forward_config(*pair, qk_dtype, causal, "code", "bf16", cluster=cluster))
     for turn, (d, group) in enumerate(itertools.product(TUNED_HEAD_DIMS, (2, 8, 64))):
         configs.append(
             forward_config(d, d, QK_DTYPES[turn % 2], bool(turn // 2 % 2), "code", "bf16", pack_gqa=group)

@@ -355,7 +355,7 @@ class FwdSm90:
     def ring(self, barriers, stages: int, tx_bytes: int, shared: bool):
         """A TMA ring: one producer thread arrives with the byte count, one lane of each consumer warp releases.
 
-        shared: each CTA of the cluster fills a part of every CTA's stage, so its producer waits for the consumers of all.
+        shared: each CTA of the cluster fills a part of every CTA's stage, so its producer waits for all consumers.
         """
         cluster = self.cfg.cluster
         consumers = 4 * self.cfg.consumer_warpgroups * (cluster if shared else 1)

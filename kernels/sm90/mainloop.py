@@ -30,7 +30,6 @@ import enum
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pl
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup as wg
 
@@ -194,7 +193,8 @@ class Mainloop:
 
         frags (Q, K, V parts), scales (q_scale (2,), k_scale (groups,), v_scale (groups,)), softmax_state
         (the policy's state, limits of the mask), out: FP32 accumulators, updated in place. pipes are those of Q, K, V,
-        states the consumer's of Q and of K and V, key_blocks see scheduler.py. Returns the V scale O is in units of, and the states.
+        states the consumer's of Q and of K and V, key_blocks see scheduler.py. Returns the V scale O is in units of,
+        and the states.
         """
         cfg, policy = self.cfg, self.policy
         pipe_q, pipe_k, pipe_v = pipes
