@@ -36,6 +36,7 @@ PHASES = (
     "accuracy_total",
     "figures",
     "overhead",
+    "profile",
 )
 DTYPES = ("fp8", "bf16", "fp16")
 STATUSES = ("ok", "unavailable", "skipped", "failed", "wrong")
