@@ -23,7 +23,15 @@ from torch import Tensor
 from cute_attn import validate
 from cute_attn.plan import Plan, make_plan, transpose_config
 from cute_attn.problem import Problem, device_capability
-from cute_attn.quantize import Fp8Recipe, QuantizedQKV, from_fp8, quantize_reference, resolve_recipe
+from cute_attn.quantize import (
+    Fp8Recipe,
+    QuantizedQKV,
+    Rotary,
+    check_rotary,
+    from_fp8,
+    quantize_reference,
+    resolve_recipe,
+)
 
 __all__ = ["explain", "flash_attn_fp8_func", "fp8_attention", "fp8_attention_quantized", "quantize"]
 
@@ -37,6 +45,9 @@ def fp8_attention(
     recipe: str | Fp8Recipe = ...,
     causal: bool = ...,
     softmax_scale: float | None = ...,
+    rotary_cos: Tensor | None = ...,
+    rotary_sin: Tensor | None = ...,
+    rotary_interleaved: bool = ...,
     return_lse: Literal[True],
     backend: str = ...,
     out_dtype: torch.dtype | None = ...,
@@ -52,6 +63,9 @@ def fp8_attention(
     recipe: str | Fp8Recipe = ...,
     causal: bool = ...,
     softmax_scale: float | None = ...,
+    rotary_cos: Tensor | None = ...,
+    rotary_sin: Tensor | None = ...,
+    rotary_interleaved: bool = ...,
     return_lse: Literal[False] = ...,
     backend: str = ...,
     out_dtype: torch.dtype | None = ...,
@@ -66,6 +80,9 @@ def fp8_attention(
     recipe: str | Fp8Recipe = "default",
     causal: bool = False,
     softmax_scale: float | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
     return_lse: bool = False,
     backend: str = "auto",
     out_dtype: torch.dtype | None = None,
@@ -88,6 +105,11 @@ def fp8_attention(
             `Fp8Recipe`.
         causal: hide key j from query i unless j <= i + seqlen_k - seqlen_q (bottom-right alignment).
         softmax_scale: factor of q k^T, finite and > 0; default 1/sqrt(head_dim).
+        rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), dtype and device of q, last stride 1: rotary position
+            embedding of q and k (arXiv 2104.09864), applied while they are quantised. Row j serves position j, that
+            of key j; the last query is at the position of the last key. seqlen_ro >= seqlen_k >= seqlen_q;
+            rotary_dim, a multiple of 16, is at most head_dim, and columns past it stay as they are. Default: none.
+        rotary_interleaved: pairs are columns 2 i and 2 i + 1 (GPT-J), else i and i + rotary_dim / 2 (GPT-NeoX).
         return_lse: also return the log-sum-exp of each row's scaled scores.
         backend: "auto", "sm90" (the Hopper kernels) or "emulator" (torch, any device, with the kernels'
             roundings). "auto" is "sm90" for tensors on a GPU of compute capability 9.x, else "emulator", with
@@ -104,18 +126,20 @@ def fp8_attention(
         ValueError: a shape, stride, device or value that is not allowed, or "sm90" without a Hopper GPU.
         NotImplementedError: grad mode is on and an input requires grad (there is no 8-bit backward).
     """
-    options = (recipe, causal, type(causal), softmax_scale, type(softmax_scale), backend, out_dtype)
+    rotary = (rotary_cos, rotary_sin, rotary_interleaved)
+    kind = _rotary_kind(*rotary)
+    options = (recipe, causal, type(causal), softmax_scale, type(softmax_scale), kind, backend, out_dtype)
     key, call = _ready_call(q, k, v, options)
     if call is None:
-        plan = _plan_inputs(q, k, v, recipe, causal, backend, out_dtype)
-        validate.check_forward_only(q=q, k=k, v=v)
+        plan = _plan_inputs(q, k, v, recipe, causal, backend, out_dtype, kind)
+        tables = _check_before(q, k, v, rotary, kind)
         if not _launches(plan):
-            prepare = functools.partial(quantize_reference, q, k, v, plan.recipe)
+            prepare = functools.partial(_reference, q, k, v, plan.recipe, rotary)
             return _attend(prepare, plan, q.device, softmax_scale, return_lse, backend)
         call = _remember(key, _prepare_attention(q, k, plan, softmax_scale))
-    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        validate.check_forward_only(q=q, k=k, v=v)
-    return call(q, k, v, return_lse)
+    else:
+        tables = _check_before(q, k, v, rotary, kind)
+    return call(q, k, v, return_lse, tables)
 
 
 @overload
@@ -271,7 +295,15 @@ def flash_attn_fp8_func(
 
 
 def quantize(
-    q: Tensor, k: Tensor, v: Tensor, recipe: str | Fp8Recipe = "default", *, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    recipe: str | Fp8Recipe = "default",
+    *,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    backend: str = "auto",
 ) -> QuantizedQKV:
     """8-bit operands of `fp8_attention_quantized` (rotation and block scales of arXiv 2407.08608, section
     3.3).
@@ -285,6 +317,7 @@ def quantize(
         k: (batch, seqlen_k, heads_k, head_dim), dtype and device of q; heads_q is a multiple of heads_k.
         v: (batch, seqlen_k, heads_k, head_dim_v), likewise; head_dim_v another multiple of 16 from 32 to 256.
         recipe: name of a preset, or an `Fp8Recipe`.
+        rotary_cos, rotary_sin, rotary_interleaved: rotary position embedding of q and k, as in `fp8_attention`.
         backend: "auto", "sm90" or "emulator" (here the torch reference), as in `fp8_attention`.
 
     Returns:
@@ -296,16 +329,18 @@ def quantize(
         ValueError: a shape, stride, device or value that is not allowed, or "sm90" without a Hopper GPU.
         NotImplementedError: grad mode is on and an input requires grad.
     """
-    key, call = _ready_call(q, k, v, (recipe, backend))
+    rotary = (rotary_cos, rotary_sin, rotary_interleaved)
+    kind = _rotary_kind(*rotary)
+    key, call = _ready_call(q, k, v, (recipe, kind, backend))
     if call is None:
-        plan = _plan_inputs(q, k, v, recipe, False, backend, None)
-        validate.check_forward_only(q=q, k=k, v=v)
+        plan = _plan_inputs(q, k, v, recipe, False, backend, None, kind)
+        tables = _check_before(q, k, v, rotary, kind)
         if not _launches(plan):
-            return quantize_reference(q, k, v, plan.recipe)
+            return _reference(q, k, v, plan.recipe, rotary)
         call = _remember(key, _prepare_quantize(q, k, plan))
-    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        validate.check_forward_only(q=q, k=k, v=v)
-    return call(q, k, v)
+    else:
+        tables = _check_before(q, k, v, rotary, kind)
+    return call(q, k, v, tables)
 
 
 def explain(
@@ -315,6 +350,9 @@ def explain(
     *,
     recipe: str | Fp8Recipe = "default",
     causal: bool = False,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
     backend: str = "auto",
     out_dtype: torch.dtype | None = None,
 ) -> Plan:
@@ -327,6 +365,7 @@ def explain(
             `fp8_attention_quantized`.
         k, v: (batch, seqlen_k, heads_k, head_dim or head_dim_v) as in `fp8_attention`.
         recipe, causal, backend, out_dtype: as in `fp8_attention`. A `QuantizedQKV` brings its recipe along.
+        rotary_cos, rotary_sin, rotary_interleaved: as in `fp8_attention`; none with a `QuantizedQKV`.
 
     Returns:
         The plan.
@@ -334,8 +373,17 @@ def explain(
     Raises:
         TypeError, ValueError: as the function that it explains.
     """
+    rotary = (rotary_cos, rotary_sin, rotary_interleaved)
+    kind = _rotary_kind(*rotary)
     if not isinstance(q, QuantizedQKV):
-        return _plan_inputs(q, k, v, recipe, causal, backend, out_dtype)
+        plan = _plan_inputs(q, k, v, recipe, causal, backend, out_dtype, kind)
+        assert k is not None
+        check_rotary(q, k, *rotary)
+        return plan
+    if kind != "none":
+        raise ValueError(
+            "rotary_cos is given beside a QuantizedQKV, which is embedded already; allowed: None"
+        )
     if k is not None or v is not None:
         raise TypeError("k and v are given beside a QuantizedQKV, which holds its own; allowed: None")
     if recipe != "default" and resolve_recipe(recipe) != q.recipe:
@@ -395,6 +443,7 @@ def _plan_inputs(
     causal: bool,
     backend: str,
     out_dtype: torch.dtype | None,
+    rotary: str,
 ) -> Plan:
     """Check all about 16-bit inputs that a plan depends on, and plan."""
     validate.check_inputs(q, k, v)
@@ -406,9 +455,36 @@ def _plan_inputs(
         resolve_recipe(recipe),
         causal=validate.check_causal(causal),
         out_dtype=validate.check_out_dtype(out_dtype, q.dtype),
+        rotary=rotary,
     )
     validate.check_backend(backend, problem.capability)
     return make_plan(problem, backend)
+
+
+_RotaryArguments = tuple[Tensor | None, Tensor | None, bool]  # rotary_cos, rotary_sin, rotary_interleaved
+
+
+def _rotary_kind(rotary_cos: object, rotary_sin: object, rotary_interleaved: object) -> str:
+    """`Problem.rotary` for arguments that are not checked yet."""
+    if rotary_cos is None and rotary_sin is None and rotary_interleaved is False:
+        return "none"
+    return "interleaved" if rotary_interleaved else "half"
+
+
+def _check_before(q: Tensor, k: Tensor, v: Tensor, rotary: _RotaryArguments, kind: str) -> Rotary | None:
+    """What every call checks, whatever is known of its shapes: no gradients, and the tables of an embedding."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        validate.check_forward_only(q=q, k=k, v=v)
+    if kind == "none":
+        return None
+    tables = check_rotary(q, k, *rotary)
+    validate.check_forward_only(rotary_cos=rotary[0], rotary_sin=rotary[1])
+    return tables
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, rotary: _RotaryArguments) -> QuantizedQKV:
+    cos, sin, interleaved = rotary
+    return quantize_reference(q, k, v, recipe, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved)
 
 
 def _plan_quantized(qkv: QuantizedQKV, causal: bool, backend: str, out_dtype: torch.dtype | None) -> Plan:
@@ -435,7 +511,7 @@ def _launches(plan: Plan) -> bool:
 
 def _prepare_attention(
     q: Tensor, k: Tensor, plan: Plan, softmax_scale: float | None
-) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor | tuple[Tensor, Tensor]]:
+) -> Callable[[Tensor, Tensor, Tensor, bool, Rotary | None], Tensor | tuple[Tensor, Tensor]]:
     """The call of the kernels for 16-bit tensors of these shapes; the plan is one with launches."""
     assert plan.quantize_config is not None, "a plan for 16-bit inputs names a quantiser"
     scale = validate.check_softmax_scale(softmax_scale, plan.problem.head_dim)
@@ -444,12 +520,14 @@ def _prepare_attention(
     return Attention(q.shape, k.shape, plan.recipe, plan.quantize_config, plan.config, scale, q.device)
 
 
-def _prepare_quantize(q: Tensor, k: Tensor, plan: Plan) -> Callable[[Tensor, Tensor, Tensor], QuantizedQKV]:
+def _prepare_quantize(
+    q: Tensor, k: Tensor, plan: Plan
+) -> Callable[[Tensor, Tensor, Tensor, Rotary | None], QuantizedQKV]:
     assert plan.quantize_config is not None, "a plan for 16-bit inputs names a quantiser"
     from cute_attn.launch import Quantiser
 
     quantiser = Quantiser(q.shape, k.shape, plan.recipe, plan.quantize_config, q.device)
-    return lambda q, k, v: quantiser.operands(quantiser(q, k, v), q.dtype)
+    return lambda q, k, v, rotary: quantiser.operands(quantiser(q, k, v, None, rotary), q.dtype)
 
 
 def _prepare_forward(
@@ -459,7 +537,7 @@ def _prepare_forward(
     scale = validate.check_softmax_scale(softmax_scale, plan.problem.head_dim)
     from cute_attn.launch import Forward
 
-    return Forward((*qkv.q.shape[:3], qkv.vt.shape[2]), plan.config, scale, qkv.q.device)
+    return Forward((*qkv.q.shape[:3], qkv.vt.shape[2]), qkv.k.shape, plan.config, scale, qkv.q.device)
 
 
 def _transpose_v(q: Tensor, v: Tensor, backend: str) -> Tensor | None:

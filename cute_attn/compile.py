@@ -118,6 +118,9 @@ def build(config: KernelConfig, options: str = "") -> Any:
             entry, args = TransposeV(config), [v, wide(f8, batch, heads_k, d_v, padded_k)]
         else:
             entry = QuantizeEntry(Quantize(config), config)
+            angles = None  # cos and sin, of the dtype of q
+            if config.rotary != "none":
+                angles = wide(element, cute.sym_int32(), cute.sym_int32())
             args = [
                 wide(element, batch, seqlen_q, heads_q, d),
                 wide(element, batch, seqlen_k, heads_k, d),
@@ -128,6 +131,8 @@ def build(config: KernelConfig, options: str = "") -> Any:
                 scalars(batch, heads_k) if config.v_mode == "static" else None,
                 address,
                 layout,
+                angles,
+                angles,
                 cutlass.Int32(0),
             ]
         options = f"{QUANTISER_OPTIONS} {options}"

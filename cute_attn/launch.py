@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from functools import lru_cache
 
 import torch
@@ -33,6 +34,7 @@ from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import (
     Fp8Recipe,
     QuantizedQKV,
+    Rotary,
     mean_chunks,
     mean_key,
     rotation_signs,
@@ -76,8 +78,8 @@ def _sms(device: torch.device) -> int:
 
 def _aligned(x: Tensor) -> Tensor:
     """`x`, or a contiguous copy where its address or a stride is no multiple of 16 bytes."""
-    batch, seqlen, heads, _ = x.stride()
-    if (x.data_ptr() | (batch | seqlen | heads) * x.element_size()) % _ALIGNMENT == 0:
+    bits = functools.reduce(operator.or_, x.stride()[:-1])
+    if (x.data_ptr() | bits * x.element_size()) % _ALIGNMENT == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -177,7 +179,14 @@ class Quantiser:
         lse = part(batch, heads_q, seqlen_q, item=4)[0]
         return layout, lse, _ceil_div(size, _PART_ALIGNMENT) * _PART_ALIGNMENT
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, k_mean: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_mean: Tensor | None = None,
+        rotary: Rotary | None = None,
+    ) -> Tensor:
         """Quantise q (batch, seqlen_q, heads_q, head_dim), k and v, of the shapes, dtype and device planned for.
 
         A tensor whose address or strides are no multiples of 16 bytes is copied first. The compiled function
@@ -186,6 +195,7 @@ class Quantiser:
         Args:
             k_mean: (batch, heads_k, head_dim) float32 to subtract from K where the recipe smooths; default
                 `mean_key(k)`.
+            rotary: what `config.rotary` names, from `check_rotary`.
 
         Returns:
             The workspace, see `layout`.
@@ -195,44 +205,56 @@ class Quantiser:
         """
         workspace = self._new_workspace()
         base = workspace.data_ptr()
+        cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
         amax, given = _NO_AMAX, 0
         if self._static or k_mean is not None:
-            amax, given = self._passes_before(q, k, v, k_mean, workspace)
+            amax, given = self._passes_before(q, k, v, k_mean, rotary, workspace)
         try:
-            self._kernel(q, k, v, self._signs, *amax, base, self.layout_object, given)
+            self._kernel(q, k, v, self._signs, *amax, base, self.layout_object, cos, sin, given)
             return workspace
         except Exception as error:
             refused = error
         validate.check_inputs(q, k, v)  # names the argument, unless it is one that only needs another place
-        aligned = [_aligned(x) for x in (q, k, v)]
-        if all(x is y for x, y in zip(aligned, (q, k, v), strict=True)):
+        inputs = (q, k, v, cos, sin)
+        aligned = [None if x is None else _aligned(x) for x in inputs]
+        if all(x is y for x, y in zip(aligned, inputs, strict=True)):
             raise refused
-        self._kernel(*aligned, self._signs, *amax, base, self.layout_object, given)
+        *qkv, cos, sin = aligned
+        self._kernel(*qkv, self._signs, *amax, base, self.layout_object, cos, sin, given)
         return workspace
 
     def _passes_before(
-        self, q: Tensor, k: Tensor, v: Tensor, k_mean: Tensor | None, workspace: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_mean: Tensor | None,
+        rotary: Rotary | None,
+        workspace: Tensor,
     ) -> tuple[_Amax, int]:
         """What is wanted before the kernel runs: largest magnitudes, and whether the mean key is in the workspace."""
         validate.check_inputs(q, k, v)
         smooth = self.recipe.smooth_k
         if smooth and k_mean is None and self.config.k_mode == "static":
-            k_mean = mean_key(k)
-        amax = self._largest(q, k, v, k_mean)
+            k_mean = mean_key(k, rotary)
+        amax = self._largest(q, k, v, k_mean, rotary)
         if not smooth or k_mean is None:
             return amax, 0
         shape, at = k_mean.shape, self.layout.sums
         workspace[at : at + 4 * k_mean.numel()].view(torch.float32).view(shape).copy_(k_mean)
         return amax, 1
 
-    def _largest(self, q: Tensor, k: Tensor, v: Tensor, k_mean: Tensor | None) -> _Amax:
+    def _largest(
+        self, q: Tensor, k: Tensor, v: Tensor, k_mean: Tensor | None, rotary: Rotary | None
+    ) -> _Amax:
         """Largest magnitudes (batch, heads) of the tensors whose scale wants them before the kernel runs."""
         config, recipe, signs = self.config, self.recipe, self._signs
         amax_q = amax_k = amax_v = None
         if config.q_mode == "static":
-            amax_q = static_amax(q, recipe.q_scale, signs=signs)  # type: ignore[arg-type]
+            first = self.seqlen_k - self.seqlen_q  # position of the first query
+            amax_q = static_amax(q, recipe.q_scale, signs=signs, rotary=rotary, first=first)  # type: ignore[arg-type]
         if config.k_mode == "static":
-            amax_k = static_amax(k, recipe.k_scale, mean=k_mean, signs=signs)  # type: ignore[arg-type]
+            amax_k = static_amax(k, recipe.k_scale, mean=k_mean, signs=signs, rotary=rotary)  # type: ignore[arg-type]
         if config.v_mode == "static":
             amax_v = static_amax(v, recipe.v_scale)  # type: ignore[arg-type]
         return amax_q, amax_k, amax_v
@@ -281,6 +303,7 @@ def launch_quantize(
     config: QuantizeConfig,
     *,
     k_mean: Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> QuantizedQKV:
     """Quantise with the compiled kernels of `config`.
 
@@ -290,12 +313,13 @@ def launch_quantize(
         recipe: what `config` was planned from.
         k_mean: (batch, heads_k, head_dim) float32 to subtract from K where the recipe smooths; default
             `mean_key(k)`.
+        rotary: what `config.rotary` names, from `check_rotary`.
 
     Raises:
         ValueError: more rows than the quantiser's grid covers.
     """
     quantiser = Quantiser(q.shape, k.shape, recipe, config, q.device)
-    return quantiser.operands(quantiser(q, k, v, k_mean), q.dtype)
+    return quantiser.operands(quantiser(q, k, v, k_mean, rotary), q.dtype)
 
 
 def launch_transpose_v(v: Tensor, config: QuantizeConfig) -> Tensor:
@@ -439,10 +463,12 @@ class Attention:
         self._lse = self._quantiser.lse
         self._q_dot = self._quantiser.layout.q_dot if quantize_config.smooth else None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, rotary: Rotary | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Out (batch, seqlen_q, heads_q, head_dim_v), or (out, lse). Errors as those of `Quantiser.__call__`."""
         quantiser, forward = self._quantiser, self._forward
-        workspace = quantiser(q, k, v)
+        workspace = quantiser(q, k, v, None, rotary)
         base = workspace.data_ptr()
         lse_add = forward.zero if self._q_dot is None else base + self._q_dot
         out = forward.new_out()

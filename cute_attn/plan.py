@@ -240,8 +240,10 @@ def forward_config(
     )
 
 
-def quantize_config(recipe: Fp8Recipe, head_dim: int, head_dim_v: int, in_dtype: str) -> QuantizeConfig:
-    """The quantiser for a recipe; `in_dtype` is "bf16" or "fp16".
+def quantize_config(
+    recipe: Fp8Recipe, head_dim: int, head_dim_v: int, in_dtype: str, rotary: str = "none"
+) -> QuantizeConfig:
+    """The quantiser for a recipe; `in_dtype` is "bf16" or "fp16", `rotary` "none", "half" or "interleaved".
 
     Scales of a tensor or a head need the largest magnitude before the kernel runs: to it both are "static".
     """
@@ -255,6 +257,7 @@ def quantize_config(recipe: Fp8Recipe, head_dim: int, head_dim_v: int, in_dtype:
         v_mode="block" if recipe.v_scale == "block" else "static",
         rotate=recipe.rotation == "hadamard",
         smooth=recipe.smooth_k,
+        rotary=rotary,
     )
 
 
@@ -318,8 +321,9 @@ def all_quantize_configs() -> list[QuantizeConfig]:
     """The quantisers that every test run compiles and checks, without duplicates.
 
     head_dim 64, 128 and 256: those of the named recipes, from both input dtypes. Every other head_dim, and
-    192/128: that of the default recipe from bf16. For each head_dim the one that transposes ready e4m3
-    tensors. Everything else, a recipe of one's own for example, is compiled on first use by the same code.
+    192/128: that of the default recipe from bf16. Some with rotary embedding. For each head_dim the one that
+    transposes ready e4m3 tensors. Everything else, a recipe of one's own for example, is compiled on first use
+    by the same code.
     """
     configs = [
         quantize_config(recipe, d, d, in_dtype)
@@ -330,6 +334,10 @@ def all_quantize_configs() -> list[QuantizeConfig]:
     configs += [
         quantize_config(PRESETS["default"], d, dv, "bf16")
         for d, dv in (*zip(HEAD_DIMS, HEAD_DIMS, strict=True), (192, 128))
+    ]
+    configs += [
+        quantize_config(PRESETS["default"], d, d, "bf16", rotary)
+        for d, rotary in itertools.product((*TUNED_HEAD_DIMS, 80), ("half", "interleaved"))
     ]
     configs += [transpose_config(d) for d in HEAD_DIMS]
     return list(dict.fromkeys(configs))
@@ -521,7 +529,7 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
     quantiser = None
     if problem.in_dtype is not None:
         quantiser = quantize_config(
-            recipe, problem.head_dim, problem.head_dim_v, DTYPE_NAMES[problem.in_dtype]
+            recipe, problem.head_dim, problem.head_dim_v, DTYPE_NAMES[problem.in_dtype], problem.rotary
         )
         keys = _equivalent_keys(problem)
         if chosen == "sm90" and not problem.is_empty and keys < BREAK_EVEN_KEYS:

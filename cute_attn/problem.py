@@ -28,6 +28,7 @@ class Problem:
         out_dtype: float16 or bfloat16.
         causal: key j is visible to query i iff j <= i + seqlen_k - seqlen_q.
         recipe: how Q, K, V and P become 8-bit.
+        rotary: rotary embedding of Q and K by the quantiser: "none", "half" or "interleaved".
         capability: CUDA compute capability of the tensors' device; None for CPU tensors and GPUs of other
             makers.
     """
@@ -44,6 +45,7 @@ class Problem:
     causal: bool
     recipe: Fp8Recipe
     capability: tuple[int, int] | None
+    rotary: str = "none"
 
     @property
     def is_empty(self) -> bool:
@@ -52,7 +54,15 @@ class Problem:
 
     @classmethod
     def from_tensors(
-        cls, q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, *, causal: bool, out_dtype: torch.dtype
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        recipe: Fp8Recipe,
+        *,
+        causal: bool,
+        out_dtype: torch.dtype,
+        rotary: str = "none",
     ) -> Problem:
         """The problem of 16-bit q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_k,
         head_dim) and v (batch, seqlen_k, heads_k, head_dim_v), checked by `validate.check_inputs`.
@@ -71,6 +81,7 @@ class Problem:
             causal=causal,
             recipe=recipe,
             capability=device_capability(q.device),
+            rotary=rotary,
         )
 
     @classmethod

@@ -8,9 +8,11 @@ key is subtracted (SageAttention, arXiv 2410.02367), and which 8-bit type carrie
 operation rounded to nearest even, in a fixed order, so the device kernel can (and must) agree bit for bit:
 
     x      = float32(input)
+    x      = a cos - b sin, b cos + a sin      Q and K, with rotary embedding, for each pair (a, b) of columns
     x      = x * sign                          Q and K, with rotation
     x      = x - mean * sign                   K only, with smooth_k; sign is 1 without rotation
-    x      = FWHT(x)                           Q and K, with rotation; 1/sqrt(head_dim) is in the scale
+    x      = FWHT(x)                           Q and K, with rotation, in blocks of `rotation_block(head_dim)`
+                                               columns; 1/sqrt(block) is in the scale
     amax   = max |x| over the scale group
     a      = max(amax, 2^-100)
     inv    = QMAX / a                          IEEE division
@@ -21,7 +23,7 @@ A group of zeros has `inv = scale = 1`. `(a - a)` is zero for a finite group and
 or an infinity makes the scale of its group NaN, and every output that depends on the group is NaN: bad input
 stays visible and never becomes a plausible number.
 
-Tensors are (batch, seqlen, heads, head_dim) unless said otherwise.
+Tensors are (batch, seqlen, heads, head_dim) unless said otherwise; V's head_dim_v may be another.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +47,7 @@ from cute_attn.kernels.config import (
     MEAN_UNROLL,
     SMALLEST_AMAX,
     V_SCALE_GROUP,
+    rotation_block,
 )
 
 __all__ = [
@@ -57,7 +60,9 @@ __all__ = [
     "V_BLOCK",
     "Fp8Recipe",
     "QuantizedQKV",
+    "Rotary",
     "amax_scale",
+    "check_rotary",
     "from_fp8",
     "mean_chunks",
     "mean_key",
@@ -115,7 +120,7 @@ class Fp8Recipe:
         k_block: keys of one K scale when `k_scale` is "block": 64 or 128.
         v_scale: one scale for each "tensor", "head" or "block" of 256 keys. V is always e4m3.
         rotation: "hadamard" multiplies Q and K by random signs and a Hadamard matrix (arXiv 2407.08608,
-            section 3.3).
+            section 3.3), block-diagonal where head_dim is not a power of two (see `walsh_hadamard`).
         rotation_seed: seed of the signs, a non-negative int below 2**63.
         smooth_k: subtract a mean key of each head (SageAttention, arXiv 2410.02367). Exact for the output.
         p_rounding: how P becomes e4m3. "code" rounds its base-2 logarithm to an e4m3 byte, without exp2.
@@ -231,7 +236,7 @@ class QuantizedQKV:
     Attributes:
         q: (batch, seqlen_q, heads_q, head_dim) e4m3fn or int8, last stride 1, in rotated space.
         k: (batch, seqlen_k, heads_k, head_dim), dtype of `q`, rotated and smoothed.
-        vt: (batch, heads_k, head_dim, ceil16(seqlen_k)) e4m3fn: V transposed, keys permuted by `PI` inside
+        vt: (batch, heads_k, head_dim_v, ceil16(seqlen_k)) e4m3fn: V transposed, keys permuted by `PI` inside
             groups of 16, zeros after the last key.
         q_scale: (batch, heads_q, seqlen_q) float32. Scales may be expanded (stride 0).
         k_scale: (batch, heads_k, ceil(seqlen_k / 64)) float32, one for each group of 64 keys.
@@ -255,7 +260,7 @@ class QuantizedQKV:
     dtype: torch.dtype
 
     def dequantize(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns what the codes stand for: float64 (q, k, v), each (batch, seqlen, heads, head_dim).
+        """Returns what the codes stand for: float64 (q, k, v), each (batch, seqlen, heads, head_dim or head_dim_v).
 
         q and k stay in the rotated, smoothed space (their products are those of the original space up to
         rounding and, with smoothing, one constant for each row); the key permutation of V is undone.
@@ -284,10 +289,10 @@ def permute_v(v8: Tensor) -> Tensor:
     """Transposes 8-bit V and permutes its keys, as the forward kernel reads it.
 
     Args:
-        v8: (batch, seqlen_k, heads_k, head_dim), one-byte elements.
+        v8: (batch, seqlen_k, heads_k, head_dim_v), one-byte elements.
 
     Returns:
-        (batch, heads_k, head_dim, ceil16(seqlen_k)), contiguous: keys in the order `PI` inside each group of
+        (batch, heads_k, head_dim_v, ceil16(seqlen_k)), contiguous: keys in the order `PI` inside each group of
         16, zeros past the last key.
 
     Raises:
@@ -303,7 +308,7 @@ def permute_v(v8: Tensor) -> Tensor:
 
 
 def unpermute_v(vt: Tensor, seqlen_k: int) -> Tensor:
-    """Inverse of `permute_v`: back to (batch, seqlen_k, heads_k, head_dim)."""
+    """Inverse of `permute_v`: back to (batch, seqlen_k, heads_k, head_dim_v)."""
     batch, heads, head_dim, padded = vt.shape
     inverse = torch.tensor([PI.index(i) for i in range(16)], device=vt.device)
     groups = vt.view(torch.uint8).reshape(batch, heads, head_dim, padded // 16, 16)[..., inverse]
@@ -326,8 +331,8 @@ def _float32(x: float) -> float:
 
 
 def scale_norm(head_dim: int, rotation: str) -> float:
-    """The `norm` of `amax_scale` for Q and K: 1/sqrt(head_dim) undoes the gain of the transform; else 1."""
-    return 1.0 / math.sqrt(head_dim) if rotation == "hadamard" else 1.0
+    """The `norm` of `amax_scale` for Q and K: 1/sqrt(block) undoes the gain of the transform; else 1."""
+    return 1.0 / math.sqrt(rotation_block(head_dim)) if rotation == "hadamard" else 1.0
 
 
 def amax_scale(amax: Tensor, qmax: float, norm: float) -> tuple[Tensor, Tensor]:
@@ -372,17 +377,15 @@ def rotation_signs(head_dim: int, seed: int, device: torch.device | str = "cpu")
 def walsh_hadamard(x: Tensor) -> Tensor:
     """Unnormalised fast Walsh-Hadamard transform of the last dimension, stages at distance 1, 2, 4, ...
 
-    The order of the stages is part of the definition: float32 sums depend on it.
-
-    Raises:
-        ValueError: the last dimension is not a power of two.
+    The order of the stages is part of the definition: float32 sums depend on it. Each block of
+    `rotation_block(x.shape[-1])` columns is transformed by itself: 96 columns are 3 blocks of 32, 192 are 3 of 64, a
+    power of two is one block.
     """
     n = x.shape[-1]
-    if n < 1 or n & (n - 1):
-        raise ValueError(f"head_dim is {n}; allowed with rotation='hadamard': a power of two")
+    block = rotation_block(n)
     shape = x.shape
     h = 1
-    while h < n:
+    while h < block:
         a, b = x.reshape(*shape[:-1], n // (2 * h), 2, h).unbind(dim=-2)
         x = torch.stack((a + b, a - b), dim=-2).reshape(shape)
         h *= 2
@@ -397,7 +400,89 @@ def mean_chunks(seqlen_k: int) -> tuple[int, int]:
     return chunk, max(1, -(-samples // chunk))
 
 
-def mean_key(k: Tensor) -> Tensor:
+class Rotary(NamedTuple):
+    """Rotary position embedding (Su et al., arXiv 2104.09864) of Q and K, as `check_rotary` lets it pass.
+
+    Attributes:
+        cos, sin: (seqlen_ro, rotary_dim / 2), of the dtype of Q and K; row j serves position j.
+        interleaved: pairs are columns 2 i and 2 i + 1 (GPT-J), else i and i + rotary_dim / 2 (GPT-NeoX). Columns past
+            rotary_dim stay as they are.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+    def embed(self, x: Tensor, first: int = 0, step: int = 1) -> Tensor:
+        """x (batch, seqlen, heads, head_dim) in float32, embedded: its row i is at position first + step * i."""
+        x, pairs = x.float(), self.cos.shape[1]
+        end = first + step * x.shape[1]
+        cos, sin = (table[first:end:step].float().unsqueeze(1) for table in (self.cos, self.sin))
+        turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+        a, b = turned.unflatten(-1, (pairs, 2)).unbind(-1) if self.interleaved else turned.chunk(2, dim=-1)
+        new = (a * cos - b * sin, b * cos + a * sin)
+        embedded = torch.stack(new, dim=-1).flatten(-2) if self.interleaved else torch.cat(new, dim=-1)
+        return torch.cat((embedded, rest), dim=-1)
+
+
+def check_rotary(
+    q: Tensor, k: Tensor, rotary_cos: Tensor | None, rotary_sin: Tensor | None, rotary_interleaved: bool
+) -> Rotary | None:
+    """The arguments of a rotary position embedding, checked; None where there is none.
+
+    Key j has position j and query i position i + seqlen_k - seqlen_q: the last of each are aligned.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim).
+        k: (batch, seqlen_k, heads_k, head_dim), seqlen_k at least seqlen_q.
+        rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), dtype and device of `q`, last stride 1; seqlen_ro at least
+            seqlen_k, rotary_dim a multiple of 16 up to head_dim. Or both None.
+        rotary_interleaved: see `Rotary`.
+
+    Raises:
+        TypeError: a table has another dtype than `q`, or `rotary_interleaved` is no bool.
+        ValueError: one table without the other, `rotary_interleaved` without tables, a shape, stride or device that is
+            not allowed, or fewer keys than queries.
+    """
+    if type(rotary_interleaved) is not bool:
+        raise TypeError(f"rotary_interleaved is {rotary_interleaved!r}; allowed: a bool")
+    if rotary_cos is None or rotary_sin is None:
+        if rotary_cos is not None or rotary_sin is not None:
+            given, missing = ("cos", "sin") if rotary_sin is None else ("sin", "cos")
+            raise ValueError(f"rotary_{given} is given and rotary_{missing} is None; allowed: both or none")
+        if rotary_interleaved:
+            raise ValueError(
+                "rotary_interleaved is True and rotary_cos is None; allowed: False without tables"
+            )
+        return None
+    seqlen_q, seqlen_k, head_dim = q.shape[1], k.shape[1], q.shape[3]
+    for name, x in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; allowed: a torch.Tensor")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}; allowed: {q.dtype}, as q")
+        if x.dim() != 2 or x.shape[0] < seqlen_k or x.shape[1] % 8 or not 8 <= x.shape[1] <= head_dim // 2:
+            raise ValueError(
+                f"{name} is {tuple(x.shape)}; allowed: (seqlen_ro, rotary_dim / 2), seqlen_ro at least {seqlen_k} (the "
+                f"keys), rotary_dim a multiple of 16 from 16 to {head_dim // 16 * 16}"
+            )
+        if x.shape[1] != rotary_cos.shape[1]:
+            raise ValueError(
+                f"{name} has {x.shape[1]} columns; allowed: {rotary_cos.shape[1]}, as rotary_cos"
+            )
+        if x.stride(1) != 1:
+            raise ValueError(f"{name} has strides {x.stride()}; allowed: a last stride of 1")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on device {x.device}; allowed: {q.device}, that of q")
+    if seqlen_q > seqlen_k:
+        raise ValueError(
+            f"q has {seqlen_q} rows and k {seqlen_k}; allowed with rotary_cos: at most as many queries as keys, as the "
+            "last query is at the position of the last key"
+        )
+    return Rotary(rotary_cos, rotary_sin, rotary_interleaved)
+
+
+def mean_key(k: Tensor, rotary: Rotary | None = None) -> Tensor:
     """The key that smoothing subtracts: the mean of every 16th key of a head.
 
     The order of the sum is part of the definition. Sample i is key 16 i. The samples are cut into chunks of
@@ -406,6 +491,7 @@ def mean_key(k: Tensor) -> Tensor:
 
     Args:
         k: (batch, seqlen_k, heads_k, head_dim), any float dtype.
+        rotary: embedding of the keys, which comes first.
 
     Returns:
         (batch, heads_k, head_dim) float32; zero where there are no keys. A NaN or infinity in a sampled key
@@ -414,7 +500,8 @@ def mean_key(k: Tensor) -> Tensor:
     Any vector gives the same output exactly (softmax ignores a constant added to a row), so a subsample
     serves, at a sixteenth of the cost of a pass.
     """
-    sample = k[:, ::MEAN_STRIDE].float()
+    sample = k[:, ::MEAN_STRIDE]
+    sample = sample.float() if rotary is None else rotary.embed(sample, step=MEAN_STRIDE)
     count = sample.shape[1]
     if count == 0:
         return sample.new_zeros(k.shape[0], k.shape[2], k.shape[3])
@@ -430,9 +517,11 @@ def mean_key(k: Tensor) -> Tensor:
     return parts / torch.full_like(parts, count)
 
 
-def _transform(x: Tensor, mean: Tensor | None, signs: Tensor | None) -> Tensor:
-    """float32, minus the mean key, rotated: what is then scaled and rounded."""
-    x = x.float()
+def _transform(
+    x: Tensor, mean: Tensor | None, signs: Tensor | None, rotary: Rotary | None = None, first: int = 0
+) -> Tensor:
+    """float32, embedded from position `first` on, minus the mean key, rotated: what is then scaled and rounded."""
+    x = x.float() if rotary is None else rotary.embed(x, first)
     if signs is not None:
         x = x * signs
     if mean is not None:
@@ -442,15 +531,23 @@ def _transform(x: Tensor, mean: Tensor | None, signs: Tensor | None) -> Tensor:
 
 
 def static_amax(
-    x: Tensor, mode: Literal["tensor", "head"], *, mean: Tensor | None = None, signs: Tensor | None = None
+    x: Tensor,
+    mode: Literal["tensor", "head"],
+    *,
+    mean: Tensor | None = None,
+    signs: Tensor | None = None,
+    rotary: Rotary | None = None,
+    first: int = 0,
 ) -> Tensor:
-    """Largest magnitude for the scale modes that need a pass of their own, after smoothing and rotation.
+    """Largest magnitude for the scale modes that need a pass of their own, after embedding, smoothing and rotation.
 
     Args:
         x: (batch, seqlen, heads, head_dim), fp16, bf16 or fp32.
         mode: "head": one value for each (batch, head); "tensor": one for all.
         mean: (batch, heads, head_dim) float32 to subtract first (`mean_key`), or None.
         signs: (head_dim,) float32 (`rotation_signs`) of the rotation, or None.
+        rotary: embedding of the rows, or None.
+        first: position of the first row.
 
     Returns:
         (batch, heads) float32; with "tensor" every entry is the same (stride 0). NaN propagates.
@@ -458,7 +555,7 @@ def static_amax(
     batch, seqlen, heads, _ = x.shape
     amax = torch.zeros(batch, heads, dtype=torch.float32, device=x.device)
     for start in range(0, seqlen, _STATIC_CHUNK):
-        part = _transform(x[:, start : start + _STATIC_CHUNK], mean, signs)
+        part = _transform(x[:, start : start + _STATIC_CHUNK], mean, signs, rotary, first + start)
         amax = torch.maximum(amax, part.abs().amax(dim=(1, 3)))
     if mode == "tensor" and amax.numel():
         amax = amax.amax().expand(batch, heads)
@@ -505,23 +602,36 @@ def _spread(scale: Tensor, group: int | None, unit: int, entries: int) -> Tensor
 
 
 def quantize_reference(
-    q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, *, k_mean: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    recipe: Fp8Recipe,
+    *,
+    k_mean: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
 ) -> QuantizedQKV:
     """Quantises Q, K, V in torch, with exactly the arithmetic of the device kernel (see the module).
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), fp16, bf16 or fp32, CPU or CUDA.
-        k, v: (batch, seqlen_k, heads_k, head_dim).
+        k: (batch, seqlen_k, heads_k, head_dim).
+        v: (batch, seqlen_k, heads_k, head_dim_v).
         recipe: how to quantise.
         k_mean: (batch, heads_k, head_dim) float32 subtracted from every key when `recipe.smooth_k`, for example
-            that of a cache; default `mean_key(k)`.
+            that of a cache; default `mean_key(k)`, of the embedded keys.
+        rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), dtype of `q`: rotary position embedding of q and k before
+            anything else, see `check_rotary`; default none.
+        rotary_interleaved: pairs of columns are neighbours, see `Rotary`.
 
     Returns:
         QuantizedQKV on the device of the inputs. A scale group with a NaN or an infinity in it has scale NaN.
 
     Raises:
-        ValueError: a dtype or rank is not allowed, head_dim is not a power of two under rotation, or `k_mean`
-            is given without smoothing or with a wrong shape.
+        ValueError: a dtype or rank is not allowed, or `k_mean` is given without smoothing or with a wrong shape,
+            or the rotary embedding is not (see `check_rotary`).
+        TypeError: likewise of `check_rotary`.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -529,15 +639,18 @@ def quantize_reference(
         if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ValueError(f"{name} is {x.dtype}; allowed: float16, bfloat16, float32")
     batch, seqlen_q, heads_q, head_dim = q.shape
-    seqlen_k, heads_k = k.shape[1], k.shape[2]
+    seqlen_k, heads_k, dtype = k.shape[1], k.shape[2], q.dtype
     if k_mean is not None:
         if not recipe.smooth_k:
             raise ValueError("k_mean is given but recipe.smooth_k is False; allowed: None")
         if k_mean.shape != (batch, heads_k, head_dim) or k_mean.dtype != torch.float32:
             want = (batch, heads_k, head_dim)
             raise ValueError(f"k_mean is {tuple(k_mean.shape)} {k_mean.dtype}; allowed: {want} float32")
-    elif recipe.smooth_k:
-        k_mean = mean_key(k)
+    rotary = check_rotary(q, k, rotary_cos, rotary_sin, rotary_interleaved)
+    if recipe.smooth_k and k_mean is None:
+        k_mean = mean_key(k, rotary)
+    if rotary is not None:
+        q, k = rotary.embed(q, seqlen_k - seqlen_q), rotary.embed(k)
 
     signs = (
         rotation_signs(head_dim, recipe.rotation_seed, q.device) if recipe.rotation == "hadamard" else None
@@ -565,7 +678,7 @@ def quantize_reference(
         q_dot_mean=q_dot_mean,
         seqlen_k=seqlen_k,
         recipe=recipe,
-        dtype=q.dtype,
+        dtype=dtype,
     )
 
 
@@ -583,10 +696,11 @@ def from_fp8(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim) float8_e4m3fn.
-        k, v: (batch, seqlen_k, heads_k, head_dim) float8_e4m3fn.
+        k: (batch, seqlen_k, heads_k, head_dim) float8_e4m3fn.
+        v: (batch, seqlen_k, heads_k, head_dim_v) float8_e4m3fn.
         q_descale, k_descale, v_descale: (batch, heads_k) float32, positive, default 1. That of a kv head
             serves all query heads of its group. Scales are expanded with stride 0, not written out.
-        vt: (batch, heads_k, head_dim, ceil16(seqlen_k)) float8_e4m3fn, `permute_v(v)` where it has been made
+        vt: (batch, heads_k, head_dim_v, ceil16(seqlen_k)) float8_e4m3fn, `permute_v(v)` where it has been made
             already (by the device kernel); default: made here.
 
     Returns:

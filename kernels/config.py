@@ -51,6 +51,11 @@ ROUND_LIMIT = (
 SMALLEST_FACTOR = 2.0**-126  # of a score: zero would make NaN of a masked one
 
 
+def rotation_block(head_dim: int) -> int:
+    """Columns that the rotation mixes: the largest power of two that divides head_dim (96: 32; 192: 64)."""
+    return head_dim & -head_dim
+
+
 @dataclass(frozen=True)
 class FwdConfig:
     """One compiled 8-bit forward kernel for sm_90a."""

@@ -155,6 +155,8 @@ class QuantizeEntry:
         amax_v,
         base: Int64,  # address of the workspace
         layout: cute.Shape,  # see Layout
+        cos,  # (seqlen_ro, rotary_dim / 2) of the dtype of q with `rotary`
+        sin,
         mean_given: Int32,  # with `smooth`: 1 if the sums are the mean itself, as one sum; 0 if to be made
         stream,
     ):
@@ -206,6 +208,8 @@ class QuantizeEntry:
             parts.k_scale,
             parts.v_scale,
             q_dot,
+            cos,
+            sin,
             chunk,
             count,
             stream,

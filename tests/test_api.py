@@ -557,6 +557,7 @@ class Launches:
         self.prepared: list[tuple[Any, ...]] = []
         self.attention: list[tuple[Any, ...]] = []
         self.quantize: list[tuple[Any, ...]] = []
+        self.rotary: list[Any] = []  # of every call from 16-bit tensors
         self.forward: list[tuple[QuantizedQKV, Any, float]] = []
         self.transpose: list[tuple[Tensor, Any]] = []
         self.codes: QuantizedQKV | None = None
@@ -564,7 +565,8 @@ class Launches:
     def new_attention(self, *about: Any) -> Callable[..., Any]:
         self.prepared.append(about)
 
-        def call(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Any:
+        def call(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, rotary: Any) -> Any:
+            self.rotary.append(rotary)
             self.attention.append((q, k, v, *about[2:-1]))
             return (q, q) if return_lse else q
 
@@ -574,7 +576,11 @@ class Launches:
         self.prepared.append((shape_q, shape_k, recipe, config, device))
 
         class Quantiser:
-            def __call__(quantiser, q: Tensor, k: Tensor, v: Tensor) -> QuantizedQKV:
+            def __call__(
+                quantiser, q: Tensor, k: Tensor, v: Tensor, k_mean: Any, rotary: Any
+            ) -> QuantizedQKV:
+                self.rotary.append(rotary)
+                assert k_mean is None
                 self.quantize.append((q, k, v, recipe, config))
                 return quantize_reference(q, k, v, recipe) if self.codes is None else self.codes
 
@@ -584,12 +590,12 @@ class Launches:
         return Quantiser()
 
     def new_forward(
-        self, shape_out: Any, config: Any, softmax_scale: float, device: Any
+        self, shape_out: Any, shape_k: Any, config: Any, softmax_scale: float, device: Any
     ) -> Callable[..., Any]:
-        self.prepared.append((shape_out, config, softmax_scale, device))
+        self.prepared.append((shape_out, shape_k, config, softmax_scale, device))
 
         def call(qkv: QuantizedQKV) -> tuple[Tensor, Tensor]:
-            assert tuple(shape_out) == (*qkv.q.shape[:3], qkv.vt.shape[2])
+            assert tuple(shape_out) == (*qkv.q.shape[:3], qkv.vt.shape[2]) and shape_k == qkv.k.shape
             self.forward.append((qkv, config, softmax_scale))
             return qkv.q, qkv.q_scale
 
@@ -823,3 +829,105 @@ def test_gpu_device_mismatch(name: str) -> None:
     tensors[name] = tensors[name].cpu()
     with pytest.raises(ValueError, match=f"{name} is on device cpu; allowed: that of q, cuda:0"):
         cute_attn.fp8_attention(**tensors)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Rotary position embedding
+# ------------------------------------------------------------------------------------------------------------
+
+
+def angles(seqlen: int, pairs: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    turn = torch.arange(seqlen)[:, None] * 10000.0 ** (-torch.arange(pairs) / pairs)
+    return turn.cos().to(dtype), turn.sin().to(dtype)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding_is_that_of_embedded_tensors(interleaved: bool) -> None:
+    q, k, v = Shape(seqlen_q=65, seqlen_k=130).tensors()
+    cos, sin = angles(200, 16)
+    out = cute_attn.fp8_attention(
+        q,
+        k,
+        v,
+        causal=True,
+        rotary_cos=cos,
+        rotary_sin=sin,
+        rotary_interleaved=interleaved,
+        backend="emulator",
+    )
+
+    def embedded(x: Tensor, first: int) -> Tensor:
+        """By complex numbers: column pair i of a row at position j turns by its angle."""
+        pairs = x[..., :32].double()
+        pairs = (
+            pairs.unflatten(-1, (16, 2)) if interleaved else pairs.unflatten(-1, (2, 16)).transpose(-1, -2)
+        )
+        rows = slice(first, first + x.shape[1])
+        turn = torch.complex(cos[rows].double(), sin[rows].double())[:, None]
+        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+        turned = turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
+        return torch.cat((turned, x[..., 32:].double()), dim=-1)
+
+    want, _ = attention(embedded(q, 65), embedded(k, 0), v, causal=True, softmax_scale=q.shape[3] ** -0.5)
+    assert (out.double() - want).pow(2).mean().sqrt() < 0.05 * want.pow(2).mean().sqrt()
+    without = cute_attn.fp8_attention(q, k, v, causal=True, backend="emulator")
+    assert (without.double() - want).pow(2).mean().sqrt() > 0.2 * want.pow(2).mean().sqrt()
+
+
+def test_rotary_embedding_reaches_the_launch(launches: Launches) -> None:
+    q, k, v = Shape().tensors()
+    cos, sin = angles(k.shape[1], 8)
+    rotary = {"rotary_cos": cos, "rotary_sin": sin}
+    cute_attn.fp8_attention(q, k, v, **rotary)  # type: ignore[call-overload]
+    cute_attn.fp8_attention(q, k, v)
+    cute_attn.quantize(q, k, v, rotary_interleaved=True, **rotary)  # type: ignore[arg-type]
+    assert [None if x is None else (x.cos is cos, x.sin is sin, x.interleaved) for x in launches.rotary] == [
+        (True, True, False),
+        None,
+        (True, True, True),
+    ]
+    assert [
+        config.rotary for about in launches.prepared for config in about if hasattr(config, "rotary")
+    ] == [
+        "half",
+        "none",
+        "interleaved",
+    ]
+    plan = cute_attn.explain(q, k, v, **rotary)  # type: ignore[arg-type]
+    assert "rotary_half" in str(plan)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"rotary_sin": None}, ValueError, "rotary_cos is given and rotary_sin is None"),
+        ({"rotary_cos": None, "rotary_sin": None, "rotary_interleaved": True}, ValueError, "allowed: False"),
+        ({"rotary_interleaved": 1}, TypeError, "rotary_interleaved is 1; allowed: a bool"),
+        ({"rotary_cos": 3}, TypeError, "rotary_cos is a int; allowed: a torch.Tensor"),
+        ({"rotary_sin": torch.zeros(200, 8)}, TypeError, "rotary_sin has dtype torch.float32"),
+        ({"rotary_cos": torch.zeros(3, 8, dtype=torch.bfloat16)}, ValueError, r"rotary_cos is \(3, 8\)"),
+    ],
+)
+def test_rotary_arguments_are_checked_in_every_call(
+    launches: Launches, known: bool, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    q, k, v = Shape().tensors()
+    cos, sin = angles(k.shape[1], 8)
+    good = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
+    for function in (cute_attn.fp8_attention, cute_attn.quantize):
+        if known:
+            function(q, k, v, **good)  # type: ignore[operator]
+        before = len(launches.rotary)
+        with pytest.raises(error, match=message):
+            function(q, k, v, **{**good, **change})  # type: ignore[operator]
+        assert len(launches.rotary) == before
+    with pytest.raises(error, match=message):
+        cute_attn.explain(q, k, v, **{**good, **change})  # type: ignore[arg-type]
+
+
+def test_gradients_of_rotary_tables_are_refused(launches: Launches) -> None:
+    q, k, v = Shape().tensors()
+    cos, sin = angles(k.shape[1], 8)
+    with pytest.raises(NotImplementedError, match="rotary_cos"):
+        cute_attn.fp8_attention(q, k, v, rotary_cos=cos.requires_grad_(), rotary_sin=sin)

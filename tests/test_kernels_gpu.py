@@ -26,7 +26,7 @@ from cute_attn import Fp8Recipe, QuantizedQKV, emulator, launch
 from cute_attn.compile import compile_kernel
 from cute_attn.kernels.config import FwdConfig, QuantizeConfig
 from cute_attn.plan import forward_config, quantize_config, transpose_config
-from cute_attn.quantize import PRESETS, mean_key, permute_v, quantize_reference
+from cute_attn.quantize import PRESETS, Rotary, mean_key, permute_v, quantize_reference
 from cute_attn.reference import attention
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +46,8 @@ QUANTISER_DIMS = (
     (192, 128),
     (256, 32),
 )
+# (head_dim, rotary_dim)
+ROTARY_DIMS = ((32, 32), (64, 16), (80, 32), (128, 128), (192, 64), (208, 208), (256, 128))
 RECIPES = ("naive", "paper", "fp8", "accurate")
 RECIPE_OF = {"int8": PRESETS["accurate"], "e4m3": PRESETS["fp8"]}
 PLAIN = {
@@ -120,6 +122,12 @@ BY_EXP2 = [
 FP16_OUT = forward_config(128, 128, "int8", True, "code", "fp16")
 QUANTISERS = [quantize_config(PRESETS[name], *dims, "bf16") for name in RECIPES for dims in QUANTISER_DIMS]
 QUANTISER_FP16 = quantize_config(PRESETS["accurate"], 64, 64, "fp16")
+ROTARIES = [
+    replace(quantize_config(PRESETS[name], d, d, "bf16"), rotary=kind)
+    for name in RECIPES
+    for d, _ in ROTARY_DIMS
+    for kind in ("half", "interleaved")
+]
 TRANSPOSES = [transpose_config(d) for d in (32, 48, 64, 80, 96, 128, 160, 176, 208, 256)]
 CONFIGS: list[FwdConfig | QuantizeConfig] = [
     *FORWARD,
@@ -129,6 +137,8 @@ CONFIGS: list[FwdConfig | QuantizeConfig] = [
     FP16_OUT,
     *QUANTISERS,
     QUANTISER_FP16,
+    replace(quantize_config(PRESETS["accurate"], 128, 128, "fp16"), rotary="half"),
+    *ROTARIES,
     *TRANSPOSES,
     # what other files' GPU tests run
     *(forward_config(d, d, "e4m3", causal, "cast", "bf16") for d in HEAD_DIMS for causal in (False, True)),
@@ -228,12 +238,25 @@ def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
 
 
 def check_quantiser(
-    q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, *, k_mean: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    recipe: Fp8Recipe,
+    *,
+    k_mean: Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> None:
     """Kernels against the reference, each with its own mean key where none is given: equal bits."""
     config = quantize_config(recipe, q.shape[3], v.shape[3], DTYPE_NAMES[q.dtype])
-    got = launch.launch_quantize(q, k, v, recipe, config, k_mean=k_mean)
-    want = quantize_reference(q, k, v, recipe, k_mean=k_mean)
+    if rotary is None:
+        want = quantize_reference(q, k, v, recipe, k_mean=k_mean)
+    else:
+        config = replace(config, rotary="interleaved" if rotary.interleaved else "half")
+        tables = {"rotary_cos": rotary.cos, "rotary_sin": rotary.sin}
+        want = quantize_reference(
+            q, k, v, recipe, k_mean=k_mean, **tables, rotary_interleaved=rotary.interleaved
+        )
+    got = launch.launch_quantize(q, k, v, recipe, config, k_mean=k_mean, rotary=rotary)
     for name in ("q", "k", "vt"):
         x, y = getattr(got, name), getattr(want, name)
         assert x.dtype == y.dtype and x.shape == y.shape, name
@@ -249,8 +272,9 @@ def check_quantiser(
     else:
         assert got.q_dot_mean is not None
         # float32 sums in another order: the bound is that of the terms, which may cancel
-        mean = mean_key(k) if k_mean is None else k_mean
-        terms = q.double() * mean.repeat_interleave(q.shape[2] // k.shape[2], dim=1).unsqueeze(1)
+        mean = mean_key(k, rotary) if k_mean is None else k_mean
+        rows = q if rotary is None else rotary.embed(q, k.shape[1] - q.shape[1])
+        terms = rows.double() * mean.repeat_interleave(q.shape[2] // k.shape[2], dim=1).unsqueeze(1)
         exact, size = (x.sum(dim=-1).transpose(1, 2) for x in (terms, terms.abs()))
         assert torch.equal(got.q_dot_mean.isfinite(), want.q_dot_mean.isfinite())
         off = (got.q_dot_mean - exact).abs() > q.shape[3] * 2.0**-24 * size + 1e-30
@@ -320,6 +344,43 @@ def test_quantiser_of_zeros_and_non_finite_values(name: str, dims: tuple[int, in
     k[0, 130, 0, 3], k[1, 599, 1, head_dim - 1] = math.nan, -math.inf
     v[0, 300, 1, 1], v[1, 5, 0, head_dim_v - 1] = math.inf, math.nan
     check_quantiser(q, k, v, recipe)
+
+
+def rotary_tables(seqlen: int, rotary_dim: int, interleaved: bool, dtype: torch.dtype = BF16) -> Rotary:
+    """cos and sin as models make them."""
+    frequencies = 10000.0 ** (-torch.arange(rotary_dim // 2, device=DEVICE) / (rotary_dim // 2))
+    phase = torch.arange(seqlen, device=DEVICE)[:, None] * frequencies
+    return Rotary(phase.cos().to(dtype), phase.sin().to(dtype), interleaved)
+
+
+@pytest.mark.parametrize("kind", ["half", "interleaved"])
+@pytest.mark.parametrize("dims", ROTARY_DIMS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_quantiser_with_rotary_embedding(name: str, dims: tuple[int, int], kind: str) -> None:
+    """All columns and some of them; as many queries as keys, fewer, one; zeros and values that are not finite."""
+    head_dim, rotary_dim = dims
+    for shape in ((1, 1, 1, 1, 1), (2, 200, 333, 4, 2), (1, 1, 700, 6, 2), (1, 1300, 1300, 3, 3)):
+        rotary = rotary_tables(shape[2] + 5, rotary_dim, kind == "interleaved")
+        q, k, v = tensors(shape, head_dim)
+        check_quantiser(q, k + 3.0, v, PRESETS[name], rotary=rotary)
+        q[:, -1], k[:, :64] = 0.0, 0.0
+        check_quantiser(q, k, v, PRESETS[name], rotary=rotary)
+        # Neither in a sampled key nor in the first rows. A column past rotary_dim has no partner to spoil.
+        q[0, -1, 0, head_dim - 1], k[0, -1, 0, head_dim - 1] = math.nan, -math.inf
+        q[0, shape[1] // 2, 0, 3], k[0, shape[2] // 2 | 1, 0, 9] = math.inf, math.nan
+        if shape[2] > 300:
+            check_quantiser(q, k, v, PRESETS[name], rotary=rotary)
+
+
+def test_rotary_embedding_of_fp16_with_many_keys_and_wide_tables() -> None:
+    """A mean key of many chunks; tables that are columns of a wider one; a mean that is given."""
+    for seqlen_k in (1025, 16385, 40000):
+        wide = rotary_tables(seqlen_k, 192, False, FP16)
+        rotary = Rotary(wide.cos[:, 16:80], wide.sin[:, 32:96], False)
+        q, k, v = tensors((2, 70, seqlen_k, 4, 2), 128, FP16)
+        check_quantiser(q, k + 1.0, v, PRESETS["accurate"], rotary=rotary)
+    given = torch.randn(2, 2, 128, device=DEVICE)
+    check_quantiser(q, k, v, PRESETS["accurate"], k_mean=given, rotary=rotary)
 
 
 @pytest.mark.parametrize("config", TRANSPOSES, ids=lambda config: config.name)

@@ -16,7 +16,16 @@ from cute_attn import launch
 from cute_attn.kernels.config import K_SCALE_PAD, QUANTIZE_ROWS_LIMIT, FwdConfig, QuantizeConfig
 from cute_attn.kernels.operands import Layout
 from cute_attn.plan import forward_config, quantize_config, transpose_config
-from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV, from_fp8, mean_chunks, mean_key, permute_v
+from cute_attn.quantize import (
+    PRESETS,
+    Fp8Recipe,
+    QuantizedQKV,
+    Rotary,
+    from_fp8,
+    mean_chunks,
+    mean_key,
+    permute_v,
+)
 
 SHAPE = (2, 130, 333, 4, 2, 64)  # batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -172,9 +181,10 @@ def test_arguments_of_a_call(recipe: Fp8Recipe, default: torch.dtype, compiled: 
         out, lse = call(q, k, v, True)  # type: ignore[misc]
     finally:
         torch.set_default_dtype(before)
-    (*tensors, base, layout, given), (o, base_again, lse_at, lse_add, layout_again, scale, log2, *order) = (
-        compiled.calls
-    )
+    (
+        (*tensors, base, layout, _, _, given),
+        (o, base_again, lse_at, lse_add, layout_again, scale, log2, *order),
+    ) = compiled.calls
     assert all(x is y for x, y in zip(tensors[:3], (q, k, v), strict=True))
     static = recipe.q_scale in ("tensor", "head")
     assert [None if x is None else (tuple(x.shape), x.dtype) for x in tensors[3:]] == [
@@ -371,7 +381,7 @@ def test_operands_of_the_quantiser_are_taken_as_they_are(compiled: Compiled) -> 
     recipe = PRESETS["accurate"]
     qkv = launch.launch_quantize(q, k, v, recipe, quantiser_of(recipe))
     attend(qkv)
-    (*_, base, layout, _), (_, zero, _, lse_add, absolute, *_) = compiled.calls
+    (*_, base, layout, _, _, _), (_, zero, _, lse_add, absolute, *_) = compiled.calls
     assert zero == 0 and lse_add == base + Layout(*layout).q_dot
     for field, offset in Layout(*layout)._asdict().items():
         if field not in ("q_dot", "sums"):
@@ -422,3 +432,31 @@ def test_rows_of_k_scales_are_readable_to_the_pad(compiled: Compiled) -> None:
             padded.storage_offset() + (batch - 1) * padded.stride(0) + (heads - 1) * padded.stride(1) + width
         )
         assert end <= padded.untyped_storage().nbytes() // 4
+
+
+def test_tables_of_a_rotary_embedding_reach_the_quantiser(compiled: Compiled) -> None:
+    q, k, v = inputs()
+    cos, sin = torch.rand(333, 16).to(BF16), torch.rand(333, 16).to(BF16)
+    rotary = Rotary(cos, sin, True)
+    config = quantize_config(PRESETS["accurate"], 64, 64, "bf16", "interleaved")
+    launch.launch_quantize(q, k, v, PRESETS["accurate"], config, rotary=rotary)
+    assert compiled.calls[0][-3] is cos and compiled.calls[0][-2] is sin
+    odd = Rotary(shifted(cos), sin, True)
+    launch.launch_quantize(shifted(q), k, v, PRESETS["accurate"], config, rotary=odd)
+    copied = compiled.calls[-1][-3]
+    assert copied.data_ptr() % 16 == 0 and torch.equal(copied, cos) and compiled.calls[-1][-2] is sin
+
+
+@pytest.mark.parametrize("mode", ["q", "k"])
+def test_static_scales_see_embedded_rows(compiled: Compiled, mode: str) -> None:
+    """Largest magnitudes, and the mean key, are of what the kernel quantises."""
+    q, k, v = inputs()
+    cos, sin = torch.rand(333, 16).to(BF16), torch.rand(333, 16).to(BF16)
+    recipe = Fp8Recipe(**{f"{mode}_scale": "head"}, rotation="none", smooth_k=True)  # type: ignore[arg-type]
+    config = quantize_config(recipe, 64, 64, "bf16", "half")
+    launch.launch_quantize(q, k, v, recipe, config, rotary=Rotary(cos, sin, False))
+    amax = compiled.calls[0][4 if mode == "q" else 5]
+    rotary = Rotary(cos, sin, False)
+    keys = rotary.embed(k)
+    rows = rotary.embed(q, 333 - 130) if mode == "q" else keys - mean_key(keys).unsqueeze(1)
+    torch.testing.assert_close(amax, rows.abs().amax(dim=(1, 3)), rtol=1e-6, atol=0)

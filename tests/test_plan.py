@@ -74,6 +74,7 @@ PROBLEMS = st.builds(
     causal=st.booleans(),
     recipe=RECIPES,
     capability=st.sampled_from([None, (7, 5), (8, 9), HOPPER, (10, 0)]),
+    rotary=st.sampled_from(["none", "half", "interleaved"]),
 )
 
 
@@ -215,7 +216,7 @@ def test_configs_are_distinct_and_valid() -> None:
     names = [config.name for config in (*forward, *quantise)]
     assert len(set(names)) == len(names)
     # naive, paper, fp8, accurate from two dtypes; the default of other head dims and of 192/128; V transposed
-    assert len(quantise) == 3 * 4 * 2 + 12 + 1 + 15
+    assert len(quantise) == 3 * 4 * 2 + 12 + 1 + 8 + 15
 
 
 def test_checked_kernels_are_a_sample_of_all() -> None:
@@ -256,6 +257,7 @@ def test_plans_name_kernels_that_can_be_built(case: Problem, backend: str) -> No
         assert made.quantize_config.rotate == (case.recipe.rotation == "hadamard")
         assert made.quantize_config.smooth == case.recipe.smooth_k
         assert made.quantize_config.qk_dtype == case.recipe.qk_dtype
+        assert made.quantize_config.rotary == case.rotary
 
 
 @given(PROBLEMS)

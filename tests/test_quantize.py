@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cute_attn.kernels.config import HEAD_DIMS, rotation_block
 from cute_attn.quantize import (
     E4M3_MAX,
     INT8_MAX,
@@ -19,7 +20,9 @@ from cute_attn.quantize import (
     PRESETS,
     Fp8Recipe,
     QuantizedQKV,
+    Rotary,
     amax_scale,
+    check_rotary,
     from_fp8,
     mean_chunks,
     mean_key,
@@ -48,10 +51,11 @@ def inputs(
     heads_k: int,
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
+    head_dim_v: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q = torch.randn(batch, seqlen_q, heads_q, head_dim).to(dtype)
     k = (torch.randn(batch, seqlen_k, heads_k, head_dim) + torch.randn(head_dim)).to(dtype)
-    v = torch.randn(batch, seqlen_k, heads_k, head_dim).to(dtype)
+    v = torch.randn(batch, seqlen_k, heads_k, head_dim_v or head_dim).to(dtype)
     return q, k, v
 
 
@@ -201,7 +205,15 @@ def test_walsh_hadamard_order_of_stages() -> None:
     assert walsh_hadamard(x[[0, 2, 1, 3]])[[0, 2, 1, 3]].tolist() == [2.0, -2.0, 2 * big, 2 * big]
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize(("n", "block"), [(48, 16), (80, 16), (96, 32), (160, 32), (192, 64), (240, 16)])
+def test_walsh_hadamard_in_blocks(n: int, block: int) -> None:
+    assert rotation_block(n) == block
+    x = torch.randn(3, n)
+    parts = [walsh_hadamard(part) for part in x.split(block, dim=-1)]
+    assert torch.equal(walsh_hadamard(x), torch.cat(parts, dim=-1))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_rotation_preserves_products(head_dim: int) -> None:
     q, k = torch.randn(2, 7, head_dim, dtype=torch.float64)
     signs = rotation_signs(head_dim, 3).double()
@@ -217,13 +229,6 @@ def test_rotation_signs_are_pinned() -> None:
     assert torch.equal(rotation_signs(64, 0), rotation_signs(64, 0))
     assert not torch.equal(rotation_signs(64, 0), rotation_signs(64, 1))
     assert rotation_signs(256, 5).abs().unique().tolist() == [1.0]
-
-
-def test_rotation_refuses_other_head_dims() -> None:
-    q, k, v = inputs(1, 4, 4, 1, 1, 96)
-    with pytest.raises(ValueError, match=r"head_dim is 96.*power of two"):
-        quantize_reference(q, k, v, PRESETS["fp8"])
-    assert quantize_reference(q, k, v, PRESETS["naive"]).q.shape == q.shape
 
 
 # -- V's layout ----------------------------------------------------------------------------------------------
@@ -275,25 +280,28 @@ def by_definition(x: Tensor, rows: int, qmax: float, norm: float) -> tuple[Tenso
     return codes, scales
 
 
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (96, 48), (80, 256)])
 @pytest.mark.parametrize(
     "recipe", [PRESETS["paper"], PRESETS["fp8"], PRESETS["accurate"]], ids=lambda r: r.name
 )
-def test_reference_is_its_definition(recipe: Fp8Recipe) -> None:
-    q, k, v = inputs(2, 200, 300, 4, 2, 64)
+def test_reference_is_its_definition(recipe: Fp8Recipe, head_dim: int, head_dim_v: int) -> None:
+    q, k, v = inputs(2, 200, 300, 4, 2, head_dim, head_dim_v=head_dim_v)
     got = quantize_reference(q, k, v, recipe)
-    signs = rotation_signs(64, 0)
+    assert got.vt.shape == (2, 2, head_dim_v, 304)
+    signs = rotation_signs(head_dim, 0)
+    norm = 1 / math.sqrt({64: 64, 96: 32, 80: 16}[head_dim])
     mean = k[:, ::16].float().mean(dim=1)
     qmax = 127.0 if recipe.qk_dtype == "int8" else 448.0
     q_rows = 1 if recipe.q_scale == "token" else 128
     v8 = unpermute_v(got.vt, 300)
     for b in range(2):
         for h in range(4):
-            codes, scales = by_definition(walsh_hadamard(q[b, :, h].float() * signs), q_rows, qmax, 1 / 8)
+            codes, scales = by_definition(walsh_hadamard(q[b, :, h].float() * signs), q_rows, qmax, norm)
             assert torch.equal(got.q[b, :, h].float(), codes)
             assert torch.equal(got.q_scale[b, h], scales)
         for h in range(2):
             x = k[b, :, h].float() - mean[b, h] if recipe.smooth_k else k[b, :, h].float()
-            codes, scales = by_definition(walsh_hadamard(x * signs), recipe.k_block, qmax, 1 / 8)
+            codes, scales = by_definition(walsh_hadamard(x * signs), recipe.k_block, qmax, norm)
             assert torch.equal(got.k[b, :, h].float(), codes)
             assert torch.equal(got.k_scale[b, h], scales[::64])
             codes, scales = by_definition(v[b, :, h].float(), 256, 448.0, 1.0)
@@ -337,7 +345,7 @@ def test_static_amax_by_chunks_equals_the_whole() -> None:
     seqlen_q=st.integers(1, 150),
     seqlen_k=st.integers(1, 300),
     group=st.sampled_from([1, 3]),
-    head_dim=st.sampled_from([16, 64, 128]),
+    head_dim=st.sampled_from([32, 64, 80, 128, 192]),
     log_scale=st.integers(-30, 30),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
     seed=st.integers(0, 2**32),
@@ -579,3 +587,85 @@ def test_from_fp8_errors() -> None:
         from_fp8(q, k.bfloat16(), v)
     with pytest.raises(ValueError, match=r"v_descale is \(2, 6\) torch.float32; allowed: \(2, 2\) float32"):
         from_fp8(q, k, v, None, None, torch.ones(2, 6))
+
+
+# -- rotary position embedding -------------------------------------------------------------------------------
+
+
+def angles(seqlen: int, rotary_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin as models make them."""
+    frequencies = 10000.0 ** (-torch.arange(rotary_dim // 2) / (rotary_dim // 2))
+    phase = torch.arange(seqlen)[:, None] * frequencies
+    return phase.cos().to(dtype), phase.sin().to(dtype)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(32, 32), (80, 32), (96, 96)])
+def test_rotary_is_single_float32_operations(interleaved: bool, head_dim: int, rotary_dim: int) -> None:
+    x = torch.randn(1, 7, 2, head_dim).bfloat16()
+    cos, sin = angles(21, rotary_dim, torch.bfloat16)
+    got = Rotary(cos, sin, interleaved).embed(x, first=2, step=3).numpy()
+    for row, head in np.ndindex(7, 2):
+        values, want = x[0, row, head].float().numpy(), x[0, row, head].float().numpy().copy()
+        for i in range(rotary_dim // 2):
+            one, two = (2 * i, 2 * i + 1) if interleaved else (i, i + rotary_dim // 2)
+            c, s = (np.float32(table[2 + 3 * row, i].item()) for table in (cos, sin))
+            want[one] = values[one] * c - values[two] * s
+            want[two] = values[two] * c + values[one] * s
+        assert np.array_equal(got[0, row, head], want)
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_comes_before_everything_else(name: str, interleaved: bool) -> None:
+    """Codes are those of the embedded float32 tensors, the last query at the position of the last key."""
+    q, k, v = inputs(2, 33, 50, 4, 2, 80)
+    cos, sin = angles(64, 48, torch.bfloat16)
+    rotary = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
+    got = quantize_reference(q, k, v, PRESETS[name], **rotary)  # type: ignore[arg-type]
+    embed = Rotary(cos, sin, interleaved).embed
+    want = quantize_reference(embed(q, first=17), embed(k), v, PRESETS[name])
+    assert got.dtype == torch.bfloat16
+    for field in ("q", "k", "vt", "q_scale", "k_scale", "v_scale", "q_dot_mean"):
+        x, y = getattr(got, field), getattr(want, field)
+        assert (x is None and y is None) or torch.equal(x.float(), y.float()), field
+    for mode in ("head", "tensor"):
+        amax = static_amax(q, mode, rotary=Rotary(cos, sin, interleaved), first=17)
+        assert torch.equal(amax, static_amax(embed(q, first=17), mode))
+
+
+def test_rotary_makes_products_depend_on_distance() -> None:
+    x, y = torch.randn(2, 1, 1, 1, 64, dtype=torch.float64).float()
+    for interleaved in (False, True):
+        rotary = Rotary(*angles(40, 64, torch.float32), interleaved)
+        products = [(rotary.embed(x, i + 3) * rotary.embed(y, i)).sum().item() for i in (0, 5, 30)]
+        assert products == pytest.approx([products[0]] * 3, rel=1e-4)
+        assert (rotary.embed(x, 4) * rotary.embed(y, 0)).sum().item() != pytest.approx(products[0], rel=1e-4)
+
+
+def test_rotary_refusals() -> None:
+    q, k, _ = inputs(1, 5, 9, 2, 2, 64)
+    cos, sin = angles(9, 64, torch.bfloat16)
+    assert check_rotary(q, k, None, None, False) is None
+    assert check_rotary(q, k, cos, sin, True) == (cos, sin, True)
+    for arguments, message in (
+        ((cos, None, False), "rotary_cos is given and rotary_sin is None"),
+        ((None, sin, False), "rotary_sin is given and rotary_cos is None"),
+        ((None, None, True), "rotary_interleaved is True and rotary_cos is None"),
+        ((cos[:8], sin, False), r"rotary_cos is \(8, 32\); .* seqlen_ro at least 9"),
+        ((cos, sin[:8], False), r"rotary_sin is \(8, 32\)"),
+        ((cos[:, :12], sin, False), r"rotary_cos is \(9, 12\); .*multiple of 16 from 16 to 64"),
+        ((torch.cat((cos, cos), 1), sin, False), r"rotary_cos is \(9, 64\)"),
+        ((cos, sin[:, :16], False), "rotary_sin has 16 columns; allowed: 32"),
+        ((cos[None], sin, False), r"rotary_cos is \(1, 9, 32\)"),
+        ((cos, sin.t().contiguous().t(), False), r"rotary_sin has strides \(1, 9\)"),
+        ((cos.to("meta"), sin, False), "rotary_cos is on device meta; allowed: cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_rotary(q, k, *arguments)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"rotary_sin has dtype torch.float32; allowed: torch.bfloat16"):
+        check_rotary(q, k, cos, sin.float(), False)
+    with pytest.raises(TypeError, match="rotary_interleaved is 1"):
+        check_rotary(q, k, cos, sin, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="q has 9 rows and k 5"):
+        check_rotary(k, q, cos, sin, False)

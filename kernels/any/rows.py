@@ -2,7 +2,8 @@
 
 32 neighbouring elements of a row a thread, in passes of 64 rows. Besides the issue of instructions, this role is bound
 by the pipe that shuffles and shared memory have in common, so a thread takes as many elements as 64 registers hold:
-butterflies of distance 1 to 16 stay inside a thread, the others are shuffles among the head_dim / 32 lanes of a row.
+butterflies of distance 1 to 16 stay inside a thread, the others are shuffles among the lanes of a row. Those are 2, 4
+or 8, for 64, 128 or 256 columns: the ones past head_dim hold zeros, which no step changes, and are not stored.
 Rows come through shared memory, two passes in flight without holding a register. What a CTA does once, some 450
 instructions a thread, is a sixth of its work at 256 rows.
 """
@@ -15,21 +16,33 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
 
-from ..config import E4M3_MAX, INT8_MAX, K_SCALE_GROUP, MEAN_CHUNKS, QUANTIZE_SPAN, QuantizeConfig
+from ..config import (
+    E4M3_MAX,
+    INT8_MAX,
+    K_SCALE_GROUP,
+    MEAN_CHUNKS,
+    QUANTIZE_SPAN,
+    QuantizeConfig,
+    rotation_block,
+)
+from .rotary import Rotary
 from .vectors import (
     F8,
     IN_TYPES,
-    THREADS,
     abs_max,
     address_in,
     address_of,
     block_max,
     copy_16_bytes,
+    copy_16_bytes_or_zeros,
     int8_word,
     last_row,
     magnitude,
+    opaque,
+    padded_width,
     row_offset,
     scales_of,
+    thread_count,
     vector,
     widen,
 )
@@ -43,6 +56,7 @@ class Rows:
 
     def __init__(self, cfg: QuantizeConfig, mode: str, keys: bool):
         self.d = cfg.head_dim
+        self.width = padded_width(self.d)  # columns that have threads
         self.in_type = IN_TYPES[cfg.in_dtype]
         self.int8 = cfg.qk_dtype == "int8"
         self.code_type = cutlass.Int8 if self.int8 else F8
@@ -50,47 +64,58 @@ class Rows:
         self.keys = keys
         self.rotate = cfg.rotate
         self.smooth = cfg.smooth
-        self.lanes = self.d // WIDTH  # of one row
+        self.rotary = Rotary(cfg)
+        self.lanes = self.width // WIDTH  # of one row
         self.levels = self.lanes.bit_length() - 1
-        self.threads = THREADS[self.d]
+        self.block = rotation_block(self.d)
+        self.threads = thread_count(cfg)
         self.pass_rows = self.threads // self.lanes
         self.slot_bytes = 64 * WIDTH  # of a warp and pass
         self.slots = RING_BYTES // (2 * WIDTH)  # passes in flight
         self.ring_words = RING_BYTES // 4 * self.threads
         self.qmax = INT8_MAX if self.int8 else E4M3_MAX
-        self.norm = 1.0 / math.sqrt(self.d) if cfg.rotate else 1.0
-        # passes whose rows share a scale and are held at a time; a token's scale needs no other row
+        self.norm = 1.0 / math.sqrt(self.block) if cfg.rotate else 1.0
+        # Rows that share a scale; a token's scale needs no other row. They are passes held at a time, or some of the
+        # warps of one.
         group = {"block64": 64, "block128": 128, "block": 128}.get(mode, self.pass_rows)
-        self.group_passes = group // self.pass_rows
+        self.group_passes = max(1, group // self.pass_rows)
+        self.group_warps = min(group, self.pass_rows) * self.lanes // 32
 
     @cute.jit
     def fetch(self, m_x: cute.Tensor, column: Int32, row: Int32, target: Int32):
         """Starts the copy of a lane's pieces of a pass: 16 bytes from (row, column) to shared `target`, and
-        the same of rows 256 / head_dim further on each to the next 512 bytes. For rows past the end:
-        `last_row`."""
+        the same of rows 256 / width further on each to the next 512 bytes. For rows past the end:
+        `last_row`. Columns past head_dim: zeros."""
         for i in cutlass.range_constexpr(WIDTH // 8):
-            of = last_row(m_x, row + i * (256 // self.d))
+            of = last_row(m_x, row + i * (256 // self.width))
             source = address_in(m_x, 0, column) + row_offset(m_x, of)
-            copy_16_bytes(target + 512 * i, source)
+            if const_expr(self.d == self.width):
+                copy_16_bytes(target + 512 * i, source)
+            else:
+                copy_16_bytes_or_zeros(target + 512 * i, source, Int32(16) if column < self.d else Int32(0))
 
     @cute.jit
     def prepare_columns(self, m_signs: cute.Tensor, m_sums: cute.Tensor, count: Int32, columns: cute.Tensor):
-        """Signs and mean of all columns into shared memory, (2 head_dim,), as lanes read them."""
+        """Signs and mean of all columns into shared memory, (2 width,), as lanes read them. Past head_dim the mean is 0
+        and any sign will do."""
         tid, _, _ = cute.arch.thread_idx()
         if const_expr(self.rotate):
-            index = tid - self.d  # threads that have no column of the mean
+            index = tid - self.width  # threads that have no column of the mean
             if index >= 0 and index < 8 * self.lanes:
                 # Words 8 p + i, i < 8, of the lanes at place p: the signs of pair i of their elements in bits
                 # 15 and 31, and those of pair i + 8 in bits 14 and 30.
                 word = Uint32(0)
                 for e in cutlass.range_constexpr(WIDTH // 8):
                     column = index // 8 * WIDTH + index % 8 * 2 + e // 2 * 16 + e % 2
+                    if const_expr(self.d < self.width):
+                        column = min(column, self.d - 1)
                     bit = m_signs[column].bitcast(Uint32) & Uint32(1 << 31)
                     word = word | bit >> (16 * (1 - e % 2) + e // 2)
                 columns[index] = word.bitcast(Float32)
         if const_expr(self.smooth):
-            if tid < self.d:
-                sign = m_signs[tid] if const_expr(self.rotate) else Float32(1.0)
+            if tid < self.width:
+                column = tid if const_expr(self.d == self.width) else min(tid, self.d - 1)
+                sign = m_signs[column] if const_expr(self.rotate) else Float32(1.0)
                 cute.arch.griddepcontrol_wait()  # the sums of KeySums, where it was launched before this grid
                 chunks = m_sums.shape[0]
                 # 32 bits hold the stride of what KeySums wrote; where it did not run, there is one chunk.
@@ -99,46 +124,56 @@ class Rows:
                 for i in cutlass.range_constexpr(MEAN_CHUNKS):  # all loads in flight together
                     offset = Int64(Uint64(Uint32(min(i, chunks - 1))) * Uint64(step) * 4)
                     pointer = cute.make_ptr(
-                        Float32, address_in(m_sums, 0, tid) + offset, cute.AddressSpace.gmem, assumed_align=4
+                        Float32,
+                        address_in(m_sums, 0, column) + offset,
+                        cute.AddressSpace.gmem,
+                        assumed_align=4,
                     )
                     part[i] = cute.make_tensor(pointer, cute.make_layout(1))[0]
                 total = part[0]
                 for i in cutlass.range_constexpr(1, MEAN_CHUNKS):
                     total = total + part[i] if i < chunks else total
                 # A rotated row meets the mean after its signs. Of a query, the product with the mean is the
-                # same, term by term. Column width p + 4 j + i stands at 4 lanes j + 4 p + i of the second
+                # same, term by term. Column WIDTH p + 4 j + i stands at 4 lanes j + 4 p + i of the second
                 # half: the lanes of a row read 16 bytes side by side.
                 at = tid // 4 % (WIDTH // 4) * (4 * self.lanes) + tid // WIDTH * 4 + tid % 4
-                columns[self.d + at] = total / Float32(count) * sign
+                mean = total / Float32(count) * sign
+                if const_expr(self.d < self.width):
+                    mean = mean if tid < self.d else Float32(0.0)
+                columns[self.width + at] = mean
 
     @cute.jit
     def own_mean(self, columns: cute.Tensor, eight: cutlass.Constexpr, place: Int32) -> cute.Tensor:
         """Eight of the thread's columns of the mean."""
         mine = cute.make_rmem_tensor(8, Float32)
         for j in cutlass.range_constexpr(2):
-            start = self.d + 4 * self.lanes * (2 * eight + j) + 4 * place
+            start = self.width + 4 * self.lanes * (2 * eight + j) + 4 * place
             part = cute.make_tensor(mine.iterator + 4 * j, cute.make_layout(4))
             cute.autovec_copy(vector(cute.domain_offset(start, columns), 4), part)
         return mine
 
     @cute.jit
-    def own_flips(self, columns: cute.Tensor, place: Int32) -> cute.Tensor:
-        """Signs of the thread's columns, (8,) Uint32, see `prepare_columns`."""
-        flips = cute.make_rmem_tensor(8, Uint32)
-        words = cute.recast_tensor(flips, Float32)
-        for j in cutlass.range_constexpr(2):
-            part = cute.make_tensor(words.iterator + 4 * j, cute.make_layout(4))
-            cute.autovec_copy(vector(cute.domain_offset(8 * place + 4 * j, columns), 4), part)
+    def own_flips(self, columns: cute.Tensor, place: Int32, half: cutlass.Constexpr) -> cute.Tensor:
+        """Signs of the thread's columns, words 0 to 3 or 4 to 7 of `prepare_columns`: (4,) Uint32."""
+        flips = cute.make_rmem_tensor(4, Uint32)
+        source = vector(cute.domain_offset(8 * place + 4 * half, columns), 4)
+        cute.autovec_copy(source, cute.recast_tensor(flips, Float32))
         return flips
+
+    @cute.jit
+    def read_piece(self, address: Int32) -> cute.Tensor:
+        """(4,) words: the 16 bytes at shared `address`."""
+        words = cute.make_rmem_tensor(4, Uint32)
+        source = address_of(Uint32, address, cute.AddressSpace.smem)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
+        return words
 
     @cute.jit
     def read_slot(self, address: Int32, flips: cute.Tensor, x: cute.Tensor):
         """The elements at shared `address` ^ 0, 16, .. with the signs of the rotation, as float32 into x
-        (width,); flips: see `own_flips`."""
+        (WIDTH,); flips (8,): both of `own_flips`."""
         for eight in cutlass.range_constexpr(WIDTH // 8):
-            words = cute.make_rmem_tensor(4, Uint32)
-            source = address_of(Uint32, address ^ (16 * eight), cute.AddressSpace.smem)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
+            words = self.read_piece(address ^ (16 * eight))
             for i in cutlass.range_constexpr(4):
                 pair = words[i]
                 if const_expr(self.rotate):
@@ -146,15 +181,59 @@ class Rows:
                 x[8 * eight + 2 * i], x[8 * eight + 2 * i + 1] = widen(pair, self.in_type)
 
     @cute.jit
+    def embed_slot(
+        self,
+        slot: Int32,  # shared address of the warp's pieces
+        m_cos: cute.Tensor,  # (seqlen_ro, rotary_dim / 2)
+        m_sin: cute.Tensor,
+        position: Int32,  # of the thread's row
+        columns: cute.Tensor,
+        lane: Int32,
+        x: cute.Tensor,  # (WIDTH,) float32, the result
+    ):
+        """`read_slot` with the rotary embedding, which comes before the signs of the rotation."""
+        pairs = m_cos.shape[1]
+        cos_row, sin_row = self.rotary.row_of(m_cos, position), self.rotary.row_of(m_sin, position)
+        place = lane & (self.lanes - 1)
+        row = slot + (lane >> self.levels) * (2 * self.width)
+        for eight in cutlass.range_constexpr(WIDTH // 8):
+            column = place * WIDTH + 8 * eight
+            cos = self.rotary.angles(cos_row, pairs, column)
+            sin = self.rotary.angles(sin_row, pairs, column)
+            own = self.read_piece(self.staged(row + 2 * column))
+            other = own
+            if const_expr(self.rotary.half):
+                other = self.read_piece(self.staged(row + 2 * self.rotary.partner(pairs, column)))
+            eight_x = cute.make_tensor(x.iterator + 8 * eight, cute.make_layout(8))
+            self.rotary.embed(own, other, cos, sin, pairs, column, eight_x)
+            if const_expr(self.rotate):
+                flips = self.own_flips(columns, place, eight % 2)
+                for i in cutlass.range_constexpr(4):
+                    flip = flips[i]
+                    for e in cutlass.range_constexpr(2):
+                        bit = flip << eight // 2 + 16 * (1 - e) & Uint32(0x80000000)
+                        eight_x[2 * i + e] = (eight_x[2 * i + e].bitcast(Uint32) ^ bit).bitcast(Float32)
+            cute.arch.sync_warp()  # for the compiler, which would fetch all of it at once
+
+    @cute.jit
+    def staged(self, address: Int32) -> Int32:
+        """Where 16 bytes of a warp's slot stand that would be at `address` if they stood in order, see `run`."""
+        return address ^ (address >> 3 & 16 * (WIDTH // 8 - 1))
+
+    @cute.jit
     def rotate_row(self, x: cute.Tensor, place: Int32):
-        """Unnormalised Walsh-Hadamard transform of a row over its lanes; x (width,), in place."""
-        for level in cutlass.range_constexpr(WIDTH.bit_length() - 1):  # distances 1, 2, .. width / 2
+        """Unnormalised Walsh-Hadamard transform of each block of a row, over its lanes; x (WIDTH,), in place."""
+        inside = min(WIDTH, self.block)
+        for level in cutlass.range_constexpr(inside.bit_length() - 1):  # distances 1, 2, .. inside / 2
             for i in cutlass.range_constexpr(WIDTH):
                 if const_expr(i & (1 << level) == 0):
                     a, b = x[i], x[i + (1 << level)]
                     x[i] = a + b
                     x[i + (1 << level)] = a - b
-        for level in cutlass.range_constexpr(self.levels):  # distances width, .. d / 2: among lanes
+        across = self.block // inside  # lanes of a block
+        for level in cutlass.range_constexpr(
+            across.bit_length() - 1
+        ):  # distances WIDTH, .. block / 2: among lanes
             sign = Float32(1.0) if place & (1 << level) == 0 else Float32(-1.0)
             for i in cutlass.range_constexpr(WIDTH):
                 other = cute.arch.shuffle_sync_bfly(x[i], offset=1 << level)
@@ -173,7 +252,7 @@ class Rows:
 
     @cute.jit
     def encode(self, x: cute.Tensor, factor: Float32, place: Int32) -> cute.Tensor:
-        """Codes of x (width,) in words, in the order in which `run` stores them."""
+        """Codes of x (WIDTH,) in words, in the order in which `run` stores them."""
         code = cute.make_rmem_tensor(WIDTH, self.code_type)
         words = cute.recast_tensor(code, Uint32)
         y = cute.make_rmem_tensor(WIDTH, Float32)
@@ -193,6 +272,12 @@ class Rows:
         return words
 
     @cute.jit
+    def store_words(self, words: cute.Tensor, address: Int64):
+        """16 bytes of codes, words (4,), to global memory."""
+        target = address_of(Uint32, address, cute.AddressSpace.gmem)
+        cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(4)))
+
+    @cute.jit
     def run(
         self,
         m_x: cute.Tensor,  # (seqlen, head_dim)
@@ -202,6 +287,9 @@ class Rows:
         m_codes: cute.Tensor,  # (seqlen, head_dim)
         m_scale: cute.Tensor,  # (seqlen,) or (groups of 64,)
         m_dot: cute.Tensor,  # (seqlen_q,)
+        m_cos: cute.Tensor,  # (seqlen_ro, rotary_dim / 2)
+        m_sin: cute.Tensor,
+        offset: Int32,  # position of the first row
         count: Int32,
         block: Int32,
         rows: Int32,  # of the CTA
@@ -214,13 +302,13 @@ class Rows:
         lane = tid % 32
         seqlen = m_x.shape[0]
         passes = rows // self.pass_rows
-        # The copies: a warp's slot is 32 n pieces of 16 bytes, n = width / 8, its rows of a pass one after
+        # The copies: a warp's slot is 32 n pieces of 16 bytes, n = WIDTH / 8, its rows of a pass one after
         # the other. A lane copies pieces `lane`, 32 + lane, .. coalesced, and computes on n lane, n lane + 1,
         # .. Piece i stands at i ^ (i / 8 % n), so that the eight lanes of a shared-memory phase read eight
         # different banks of 16 bytes.
         n = WIDTH // 8
-        first = block * rows + tid // 32 * (32 // self.lanes) + lane // (self.d // 8)
-        column = lane % (self.d // 8) * 8
+        first = block * rows + tid // 32 * (32 // self.lanes) + lane // (self.width // 8)
+        column = lane % (self.width // 8) * 8
         slots = stage.iterator.toint() + tid // 32 * (self.slot_bytes * self.slots)
         target = slots + 16 * (lane ^ (lane // 8 % n))
         own = slots + 16 * (n * lane ^ (n * lane // 8 % n))
@@ -235,11 +323,13 @@ class Rows:
         local = tid // self.lanes  # row of the thread in the CTA
         # Of the pair of lanes that `encode` lets swap, each stores 16 bytes of either's 32.
         pair = WIDTH // 16
-        codes = address_in(
-            m_codes, block * rows + local, WIDTH * (place // pair * pair) + 16 * (place % pair)
-        )
+        own_column = WIDTH * (place // pair * pair) + 16 * (place % pair)  # and 32 further on
+        codes = address_in(m_codes, block * rows + local, own_column)
         codes_step = Int64(m_codes.stride[0]) * self.pass_rows
-        flips = self.own_flips(columns, place)
+        flips = cute.make_rmem_tensor((4, 2), Uint32)
+        if const_expr(self.rotate and not self.rotary.on):
+            for half in cutlass.range_constexpr(2):
+                flips[None, half].store(self.own_flips(columns, place, half).load())
         x = cute.make_rmem_tensor((WIDTH, self.group_passes), Float32)
         factor, scale = Float32(1.0), Float32(1.0)
         if const_expr(self.mode == "static"):
@@ -251,14 +341,20 @@ class Rows:
                 slot = p % self.slots * self.slot_bytes
                 cute.arch.cp_async_wait_group(self.slots - 1)
                 cute.arch.sync_warp()  # the warp: the pieces that its other lanes have copied are there
-                self.read_slot(own + slot, flips, mine)
+                if const_expr(self.rotary.on):
+                    # Addresses and signs are made anew in each pass: held over all, they would be spilled.
+                    lane = opaque(lane)
+                    position = offset + last_row(m_x, block * rows + local + g * self.pass_rows)
+                    self.embed_slot(slots + slot, m_cos, m_sin, position, columns, lane, mine)
+                else:
+                    self.read_slot(own + slot, flips, mine)
                 cute.arch.sync_warp()  # the warp: all lanes have read the slot
                 ahead = p + self.slots
                 if ahead < passes:
                     self.fetch(m_x, column, first + ahead * self.pass_rows, target + slot)
                 cute.arch.cp_async_commit_group()  # empty at the end: keeps the number of groups in flight
                 if const_expr(self.smooth):
-                    # The mean comes from shared memory every time: `width` registers less than if held.
+                    # The mean comes from shared memory every time: `WIDTH` registers less than if held.
                     if const_expr(self.keys):
                         for eight in cutlass.range_constexpr(n):
                             mean = self.own_mean(columns, eight, place)
@@ -278,7 +374,7 @@ class Rows:
                         top = abs_max(top, cute.arch.shuffle_sync_bfly(top, offset=1 << level))
                     top = magnitude(top)
                 else:
-                    top = block_max(top, scratch, group % 2, self.threads // 32)
+                    top = block_max(top, scratch, group % 2, self.group_warps)
                 factor, scale = scales_of(top, self.qmax, self.norm)
             for g in cutlass.range_constexpr(self.group_passes):
                 row = local + g * self.pass_rows
@@ -287,10 +383,12 @@ class Rows:
                 words = self.encode(x[None, g], factor, place)
                 if block * rows + row < seqlen:
                     for piece in cutlass.range_constexpr(pair):
-                        address = codes + g * codes_step + 32 * piece
-                        target_codes = address_of(Uint32, address, cute.AddressSpace.gmem)
                         part = cute.make_tensor(words.iterator + 4 * piece, cute.make_layout(4))
-                        cute.autovec_copy(part, cute.make_tensor(target_codes, cute.make_layout(4)))
+                        address = codes + g * codes_step + 32 * piece
+                        if const_expr(self.d == self.width):
+                            self.store_words(part, address)
+                        elif own_column + 32 * piece < self.d:
+                            self.store_words(part, address)
             local += self.group_passes * self.pass_rows
             codes += self.group_passes * codes_step
         cute.arch.sync_threads()  # all threads: scales and products of all rows are in shared memory
@@ -305,7 +403,7 @@ class Rows:
 
     @cute.jit
     def dot(self, x: cute.Tensor, columns: cute.Tensor, place: Int32) -> Float32:
-        """Product of a query row with the mean key, over the lanes of the row; x (width,)."""
+        """Product of a query row with the mean key, over the lanes of the row; x (WIDTH,)."""
         total = Float32(0.0)
         for eight in cutlass.range_constexpr(WIDTH // 8):
             mean = self.own_mean(columns, eight, place)

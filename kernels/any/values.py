@@ -19,7 +19,6 @@ from ..config import E4M3_MAX, V_SCALE_GROUP, QuantizeConfig
 from .vectors import (
     F8,
     IN_TYPES,
-    THREADS,
     abs_max,
     abs_max_pair,
     address_in,
@@ -27,6 +26,7 @@ from .vectors import (
     block_max,
     copy_16_bytes,
     last_row,
+    padded_width,
     row_offset,
     scales_of,
     vector,
@@ -41,19 +41,22 @@ class Values:
 
     A thread takes units of four keys (one word of the permuted order) by eight dims, so that the transposed
     tile in shared memory is written in whole words. A warp's unit is 8 runs of eight dims by 4 words: it
-    reads 128 bytes of each of 16 keys, and its words fall into 32 different banks.
+    reads 128 bytes of each of 16 keys, and its words fall into 32 different banks. Where head_dim_v is no multiple of
+    64, the units reach past it: there they take copies of the last run, which change no largest magnitude and are not
+    stored.
     """
 
-    def __init__(self, cfg: QuantizeConfig):
-        self.d = cfg.head_dim
+    def __init__(self, cfg: QuantizeConfig, threads: int):
+        self.d = cfg.head_dim_v
         self.in_type = IN_TYPES[cfg.in_dtype]
         self.static = cfg.v_mode == "static"
-        self.threads = THREADS[self.d]
+        self.threads = threads  # at least two for each column of padded_width
         self.warps = self.threads // 32
-        self.runs = self.d // 64  # widths of a warp's unit
-        self.units = self.d // 4 // self.warps  # of a thread
+        self.runs = -(-self.d // 64)  # widths of a warp's unit
+        assert threads >= 2 * padded_width(self.d), "units have room for four, and whole ones for every warp"
+        self.units = self.runs * 16 // self.warps  # of a thread; 16 units of four words are 256 keys
         self.kept = min(self.units, UNITS_KEPT)
-        self.tile_words = 64 * self.d
+        self.tile_words = 64 * 64 * self.runs
 
     @cute.jit
     def place(self, unit: cutlass.Constexpr):
@@ -68,7 +71,8 @@ class Values:
         """Address of eight dims of key j of a unit. For keys past the end: `last_row`."""
         run, word = self.place(unit)
         key = block * V_SCALE_GROUP + word // 4 * 16 + word % 4 * 2 + 8 * (j // 2) + j % 2
-        return address_in(m_v, 0, 8 * run) + row_offset(m_v, last_row(m_v, key))
+        column = 8 * run if const_expr(self.d % 64 == 0) else min(8 * run, self.d - 8)
+        return address_in(m_v, 0, column) + row_offset(m_v, last_row(m_v, key))
 
     @cute.jit
     def load(self, m_v: cute.Tensor, block: Int32, unit: cutlass.Constexpr, raw: cute.Tensor):
@@ -134,12 +138,16 @@ class Values:
         """The tile to global memory in pieces of 16 bytes, 16 in a row."""
         tid, _, _ = cute.arch.thread_idx()
         cute.arch.sync_threads()  # all threads: the transposed tile is complete
-        for t in cutlass.range_constexpr(self.d * 16 // self.threads):
+        pieces = self.d * 16
+        for t in cutlass.range_constexpr(-(-pieces // self.threads)):
             piece = t * self.threads + tid
             row = piece // 16
             column = piece % 16
             position = block * V_SCALE_GROUP + 16 * column
-            if position < m_vt.shape[1]:
+            stored = position < m_vt.shape[1]
+            if const_expr((t + 1) * self.threads > pieces):
+                stored = stored and piece < pieces
+            if stored:
                 source = cute.domain_offset((4 * (column ^ (row // 8 % 8)),), tile[row, None])
                 words = cute.make_rmem_tensor(4, Uint32)
                 cute.autovec_copy(vector(source, 4), words)
@@ -148,15 +156,15 @@ class Values:
 
     @cute.jit
     def tile_of(self, stage: cute.Tensor) -> cute.Tensor:
-        """(head_dim, 64 words of four keys); word w of row c stands at w ^ 4 (c / 8 % 8), see the class."""
-        return cute.make_tensor(stage.iterator, cute.make_layout((self.d, 64), stride=(64, 1)))
+        """(64 runs, 64 words of four keys); word w of row c stands at w ^ 4 (c / 8 % 8), see the class."""
+        return cute.make_tensor(stage.iterator, cute.make_layout((64 * self.runs, 64), stride=(64, 1)))
 
     @cute.jit
     def run(
         self,
-        m_v: cute.Tensor,  # (seqlen_k, head_dim)
+        m_v: cute.Tensor,  # (seqlen_k, head_dim_v)
         amax: Float32,
-        m_vt: cute.Tensor,  # (head_dim, ceil16(seqlen_k))
+        m_vt: cute.Tensor,  # (head_dim_v, ceil16(seqlen_k))
         m_scale: cute.Tensor,  # (ceil(seqlen_k / 256),)
         block: Int32,
         stage: cute.Tensor,
@@ -203,7 +211,7 @@ class Values:
 
     @cute.jit
     def transpose(self, m_v: cute.Tensor, m_vt: cute.Tensor, block: Int32, stage: cute.Tensor):
-        """Codes as they are: m_v (seqlen_k, head_dim), m_vt (head_dim, ceil16(seqlen_k))."""
+        """Codes as they are: m_v (seqlen_k, head_dim_v), m_vt (head_dim_v, ceil16(seqlen_k))."""
         tile = self.tile_of(stage)
         raw = cute.make_rmem_tensor((8, 4, self.units), self.in_type)
         for u in cutlass.range_constexpr(self.units):

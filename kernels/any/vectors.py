@@ -9,11 +9,23 @@ import cutlass.cute as cute
 import numpy as np
 from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
 
-from ..config import SMALLEST_AMAX
+from ..config import SMALLEST_AMAX, QuantizeConfig
 
 F8 = cutlass.Float8E4M3FN
 IN_TYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "e4m3": F8}
-THREADS = {64: 128, 128: 256, 256: 512}  # of a CTA, by head_dim: 64 rows, a scale of K, in a pass of `Rows`
+
+
+def padded_width(head_dim: int) -> int:
+    """Columns for which threads are laid out: the next of 64, 128 and 256."""
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def thread_count(cfg: QuantizeConfig) -> int:
+    """Threads of a CTA: two for each column, so that 64 rows, a scale of K, are a pass of `Rows`.
+
+    The wider of the two head dimensions counts. Where it is V's, a pass has more rows.
+    """
+    return 2 * max(padded_width(cfg.head_dim), padded_width(cfg.head_dim_v))
 
 
 @cute.jit
@@ -55,6 +67,20 @@ def quotient(a: cutlass.Constexpr, b: Float32) -> Float32:
     )
     q = q * down
     return Float32(0.0) if b == Float32(math.inf) else q
+
+
+@cute.jit
+def opaque(a: Int32) -> Int32:
+    """a, of which the compiler knows nothing: what is computed from it stays in the loop where it is."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[a])
+
+
+@cute.jit
+def product_rn(a: Float32, b: Float32) -> Float32:
+    """a * b rounded by itself, not contracted into an FMA with what it is added to."""
+    return cute.arch.inline_ptx(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
 
 
 @cute.jit
@@ -132,7 +158,7 @@ def vector(t: cute.Tensor, n: cutlass.Constexpr) -> cute.Tensor:
 
 @cute.jit
 def block_max(value: Float32, scratch: cute.Tensor, slot: Int32, warps: cutlass.Constexpr) -> Float32:
-    """abs_max over the CTA, for every thread. `scratch` is (slots, warps).
+    """abs_max over each `warps` neighbouring warps, for all of their threads. `scratch` is (slots, warps of the CTA).
 
     One barrier. Calls in a row take turns with two slots: a slot is written again only behind the barrier of the call
     between, and before that one every thread has read it.
@@ -143,7 +169,8 @@ def block_max(value: Float32, scratch: cute.Tensor, slot: Int32, warps: cutlass.
     if tid % 32 == 0:  # not warp_idx() in here: it synchronises the warp, of which one lane has come
         scratch[slot, tid // 32] = value
     cute.arch.sync_threads()  # all threads: every warp has left its maximum
-    total = scratch[slot, tid % warps]
+    first = 0 if const_expr(warps == scratch.shape[1]) else tid // 32 // warps * warps
+    total = scratch[slot, first + tid % warps]
     for step in cutlass.range_constexpr(warps.bit_length() - 1):
         total = abs_max(total, cute.arch.shuffle_sync_bfly(total, offset=1 << step))
     return magnitude(total)
@@ -153,3 +180,11 @@ def block_max(value: Float32, scratch: cute.Tensor, slot: Int32, warps: cutlass.
 def copy_16_bytes(target: Int32, source: Int64):
     """Starts the copy of 16 bytes from global `source` to shared `target`, in the thread's current group."""
     cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[target, source])
+
+
+@cute.jit
+def copy_16_bytes_or_zeros(target: Int32, source: Int64, size: Int32):
+    """`copy_16_bytes` with `size` 16; with 0 nothing is read and zeros are written."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, size]
+    )
