@@ -175,7 +175,7 @@ def _load_or_build(config: KernelConfig) -> Callable[..., None]:
 
 
 def configurations() -> list[KernelConfig]:
-    """The kernels that every test run compiles and checks, see `plan.all_forward_configs` for how they were chosen."""
+    """The kernels that every test run compiles and checks, chosen as `plan.all_forward_configs` says."""
     return [*plan.all_forward_configs(), *plan.all_quantize_configs()]
 
 
@@ -311,8 +311,8 @@ def _head_dims(text: str) -> list[tuple[int, int]]:
         sizes = [size.strip() for size in part.split(":")]
         if len(sizes) > 2 or not all(size.isdecimal() and int(size) in HEAD_DIMS for size in sizes):
             raise argparse.ArgumentTypeError(
-                f"{part.strip()!r} is no multiple of 16 from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, nor two of them as "
-                "HEAD_DIM:HEAD_DIM_V"
+                f"{part.strip()!r} is no multiple of 16 from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, nor two of "
+                "them as HEAD_DIM:HEAD_DIM_V"
             )
         pairs.append((int(sizes[0]), int(sizes[-1])))
     return pairs
@@ -336,14 +336,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--head-dim",
         type=_head_dims,
         default=[(d, d) for d in tuned],
-        help=f"of Q, K and V, or D:DV where V has another, like 192:128 (default: {','.join(map(str, tuned))})",
+        help=f"of Q, K, V, or D:DV where V has another, like 192:128 (default: {','.join(map(str, tuned))})",
     )
     parser.add_argument("--dtype", type=_several(dtypes), default=dtypes, help="default: bf16,fp16")
     parser.add_argument(
         "--pack-gqa",
         type=_several((1, 2, 4, 8, 16, 32, 64)),
         default=[1],
-        help="query heads of a key head whose rows are packed, as plans do for few queries (default: 1, not packed)",
+        help="query heads of a key head whose rows are packed, as for few queries (default: 1, none)",
     )
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="default: %(default)s")
     args = parser.parse_args(argv)

@@ -167,9 +167,9 @@ def emulate_forward(
         qkv: quantised inputs.
         causal: key j is visible to query i iff j <= i + seqlen_k - seqlen_q.
         softmax_scale: finite and > 0; default 1/sqrt(head_dim).
-        tile_m: rows of queries that share a loop over key tiles. Changes results only where a tile that some row
-            of the block needs holds NaN or infinity in keys that another row must not see: that one is NaN
-            too.
+        tile_m: rows of queries that share a loop over key tiles. Changes results only where a tile that some
+            row of the block needs holds NaN or infinity in keys that another row must not see: that one is
+            NaN too.
         tile_n: keys of one tile: 64, 128 or 256.
         pack_gqa: 1, or the query heads of a key head, where their rows share the tile_m rows of a tile: as
             the mask is that of the query alone, it is tile_m / pack_gqa queries that share a loop.

@@ -70,7 +70,7 @@ class Tile:
 
 
 _SMALL_FULL: Final = (
-    "up to head_dim 64 the chain of product, softmax and product is long against the tensor core's work in it: "
+    "up to head_dim 64 the chain of product, softmax and product is long beside the tensor core's work: "
     "a third consumer warpgroup fills the gaps, and 128 keys a step keep the scores within the 160 registers "
     "that three leave to a thread"
 )
@@ -80,12 +80,12 @@ _SMALL_CAUSAL: Final = (
 )
 _MIDDLE: Final = (
     "256 keys a step halve what a key pays for waits, folds of P V into O and checks for overflow; the scores "
-    "share registers with the fresh accumulator of P V, and two stages of K and V fit up to head_dim 192 with "
-    "128 columns of V"
+    "share registers with the fresh accumulator of P V, and two stages of K and V fit up to head_dim 192 "
+    "with 128 columns of V"
 )
 _LARGE: Final = (
-    "two stages of K and V, up to 256 columns wide, leave room for 128 keys a step, and O takes up to 128 registers "
-    "a thread"
+    "two stages of K and V, up to 256 columns wide, leave room for 128 keys a step, and O takes up to 128 "
+    "registers a thread"
 )
 _HALVES: Final = "Q K^T comes in halves, softmax of one under the product of the other"
 _WHOLE: Final = "exp2 wants the maximum over the tile, so Q K^T comes in one piece"
@@ -143,8 +143,8 @@ TILES: Final = (
         p_roundings=_EX2,
         tile_n=128,
         kv_stages=4,
-        why=f"{_SMALL_CAUSAL}; exp2 of int8 scores would spill registers at 256 keys a step, so it takes 128; "
-        f"{_WHOLE}",
+        why=f"{_SMALL_CAUSAL}; exp2 of int8 scores would spill registers at 256 keys a step, so it takes "
+        f"128; {_WHOLE}",
     ),
     Tile(
         head_dim=192,
@@ -168,8 +168,8 @@ TILES: Final = (
         tile_n=128,
         qk_splits=2,
         pv_part=64,
-        why=f"{_LARGE}, so P V is accumulated 64 columns at a time, each part folded under the product of the next; "
-        f"{_HALVES}",
+        why=f"{_LARGE}, so P V is accumulated 64 columns at a time, each part folded under the product of "
+        f"the next; {_HALVES}",
     ),
     Tile(
         head_dim=256,
@@ -184,16 +184,16 @@ TILES: Final = (
 operands of Q K^T and rounding of P that exist.
 
 The sizes are those of the fastest variants with P by code at head_dim 64, 128 and 256 on an H200
-(scripts/tune.py). Other head dimensions take those of the next larger one; the other roundings, which are there
-for comparison, take the same where it compiles without spills.
+(scripts/tune.py). Other head dimensions take those of the next larger one; the other roundings, which are
+there for comparison, take the same where it compiles without spills.
 """
 
 
 def find_tile(head_dim: int, head_dim_v: int, qk_dtype: str, causal: bool, p_rounding: str) -> Tile:
     """The row of `TILES` that serves these properties of a problem.
 
-    Raises KeyError where there is none: for a head_dim that `HEAD_DIMS` does not hold, or a rounding that does
-    not exist for `qk_dtype`, which no recipe asks for (see `P_ROUNDINGS_OF`).
+    Raises KeyError where there is none: for a head_dim that `HEAD_DIMS` does not hold, or a rounding that
+    does not exist for `qk_dtype`, which no recipe asks for (see `P_ROUNDINGS_OF`).
     """
     if head_dim in HEAD_DIMS and head_dim_v in HEAD_DIMS:
         for tile in TILES:
@@ -276,15 +276,14 @@ _MIXED_HEAD_DIMS: Final = ((64, 256), (256, 64), (96, 64), (32, 128), (208, 144)
 
 
 def all_forward_configs() -> list[FwdConfig]:
-    """The forward kernels that every test run compiles and checks: a sample of the thousands that a plan can name.
+    """The forward kernels that every test run compiles and checks, of the thousands that a plan can name.
 
-    - head_dim 64, 128 and 256, the tuned ones: every mask, operand type and rounding of P; output in fp16, which
-      changes only the last conversion, with P by code alone.
-    - Every other head_dim, since widths, swizzles and parts of P V depend on it: P by code, two kernels each. The
-      pairs (e4m3 full, int8 causal) and (int8 full, e4m3 causal) take turns, so that each tile row is met with
-      every width of its class by some.
-    - Some pairs of unlike head_dim and head_dim_v likewise, and 192/128 (prefill of multi-head latent attention) with
-      every mask and operand type.
+    - head_dim 64, 128 and 256, the tuned ones: every mask, operand type and rounding of P; output in fp16,
+      which changes only the last conversion, with P by code alone.
+    - Every other head_dim, since widths, swizzles and parts of P V depend on it: P by code, two kernels each.
+      The pairs (e4m3 full, int8 causal) and (int8 full, e4m3 causal) take turns.
+    - Some pairs of unlike head_dim and head_dim_v likewise, and 192/128 (prefill of multi-head latent
+      attention) with every mask and operand type.
     - Packed GQA, for each class of tiles and the smallest, a middle and the largest group.
 
     Everything else is compiled on first use by the same code.
@@ -314,9 +313,9 @@ def all_forward_configs() -> list[FwdConfig]:
 def all_quantize_configs() -> list[QuantizeConfig]:
     """The quantisers that every test run compiles and checks, without duplicates.
 
-    head_dim 64, 128 and 256: those of the named recipes, from both input dtypes. Every other head_dim, and 192/128:
-    that of the default recipe from bf16. For each head_dim the one that transposes ready e4m3 tensors. Everything
-    else, a recipe of one's own for example, is compiled on first use by the same code.
+    head_dim 64, 128 and 256: those of the named recipes, from both input dtypes. Every other head_dim, and
+    192/128: that of the default recipe from bf16. For each head_dim the one that transposes ready e4m3
+    tensors. Everything else, a recipe of one's own for example, is compiled on first use by the same code.
     """
     configs = [
         quantize_config(recipe, d, d, in_dtype)
@@ -333,8 +332,8 @@ def all_quantize_configs() -> list[QuantizeConfig]:
 
 
 def tile_table(head_dims: Iterable[tuple[int, int]]) -> list[dict[str, object]]:
-    """What serves each (head_dim, head_dim_v), one flat dict for each mask, operand type and rounding of P, with
-    what it costs: for printing and for tests."""
+    """What serves each (head_dim, head_dim_v), one flat dict for each mask, operand type and rounding of P,
+    with what it costs: for printing and for tests."""
     rows: list[dict[str, object]] = []
     for (head_dim, head_dim_v), qk_dtype, causal in itertools.product(head_dims, QK_DTYPES, (False, True)):
         for p_rounding in P_ROUNDINGS_OF[qk_dtype]:
@@ -371,7 +370,7 @@ H200 (perf/records/whole_call.json). Quantising costs what reading and writing t
 
 
 def _equivalent_keys(problem: Problem) -> int:
-    """Keys of full self-attention, as many key as query heads, with the same work for each element of Q, K and V."""
+    """Keys of full self-attention, as many key as query heads, with the same work an element of Q, K, V."""
     queries, keys = problem.seqlen_q, problem.seqlen_k
     pairs = queries * keys
     if problem.causal:  # the newest keys are hidden from a triangle of queries
@@ -383,7 +382,7 @@ def _equivalent_keys(problem: Problem) -> int:
 
 
 def _tiles(problem: Problem, tile_m: int) -> tuple[int, int]:
-    """(tiles of one batch entry and key head with a query head each, and with rows of all its query heads packed)."""
+    """Tiles of one batch entry and key head: with a query head each, and with all its query heads packed."""
     group = problem.heads_q // problem.heads_k
     return -(-problem.seqlen_q // tile_m) * group, -(-problem.seqlen_q * group // tile_m)
 
@@ -397,11 +396,12 @@ def _choose_pack_gqa(problem: Problem, tile_m: int) -> tuple[int, str | None]:
     shared = f"{group} query heads share a key head"
     if WARPGROUP_ROWS % group:
         return 1, (
-            f"{shared}, which does not divide the {WARPGROUP_ROWS} rows of a warpgroup: each has tiles of its own"
+            f"{shared}, which does not divide the {WARPGROUP_ROWS} rows of a warpgroup: each has tiles of "
+            "its own"
         )
     return group, (
-        f"{shared}: packed into shared tiles their rows need {packed} of them instead of {alone}, and each tile "
-        "reads the keys anew"
+        f"{shared}: packed into shared tiles their rows need {packed} of them instead of {alone}, and each "
+        "tile reads the keys anew"
     )
 
 
@@ -418,8 +418,8 @@ class Plan:
         recipe: the resolved recipe.
         reasons: one sentence for each choice.
         smem_bytes: shared memory of one CTA of the forward kernel.
-        work_tiles: tiles of query rows of the forward kernel, which at most one CTA an SM takes in turns; 0 where
-            nothing is launched.
+        work_tiles: tiles of query rows of the forward kernel, which at most one CTA an SM takes in turns; 0
+            where nothing is launched.
         problem: what was planned for.
     """
 

@@ -54,8 +54,8 @@ class Problem:
     def from_tensors(
         cls, q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, *, causal: bool, out_dtype: torch.dtype
     ) -> Problem:
-        """The problem of 16-bit q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_k, head_dim)
-        and v (batch, seqlen_k, heads_k, head_dim_v), checked by `validate.check_inputs`.
+        """The problem of 16-bit q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_k,
+        head_dim) and v (batch, seqlen_k, heads_k, head_dim_v), checked by `validate.check_inputs`.
         """
         batch, seqlen_q, heads_q, head_dim = q.shape
         return cls(

@@ -65,13 +65,13 @@ def _check_head_dims(head_dim: int, head_dim_v: int) -> None:
             message += f"; the nearest to pad to is {padded}: "
             if name == "q":
                 message += (
-                    f"q and k with zeros up to {padded} columns and softmax_scale=1/sqrt({size}) are exactly the "
-                    "same attention"
+                    f"q and k with zeros up to {padded} columns and softmax_scale=1/sqrt({size}) are exactly "
+                    "the same attention"
                 )
             else:
                 message += (
-                    f"v with zeros up to {padded} columns gives exactly the same in the first {size} columns of "
-                    "the output"
+                    f"v with zeros up to {padded} columns gives exactly the same in the first {size} columns "
+                    "of the output"
                 )
         raise ValueError(message)
 

@@ -1,7 +1,7 @@
 """A sample of the kernels compiles for sm_90a, and their code keeps the limits. Needs no GPU.
 
-`plan.all_forward_configs` says what is sampled. The compilations run once for all tests, in two processes: about five
-minutes on two cores.
+`plan.all_forward_configs` says what is sampled. The compilations run once for all tests, in two processes:
+about five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def test_forward_kernel(config: FwdConfig, figures: Figures) -> None:
     assert found.name == config.name
     no_spills(found)
     assert not found.serialized_wgmma
-    # Steps of k = 32: Q K^T takes head_dim / 32 of them, rounded up, for each of its parts, P V one for 32 keys and
-    # part of head_dim_v.
+    # Steps of k = 32: Q K^T takes head_dim / 32 of them, rounded up, for each of its parts, P V one for 32
+    # keys and part of head_dim_v.
     steps_qk = config.qk_splits * (config.head_dim_padded // 32)
     steps_pv = len(config.pv_parts) * (config.tile_n // 32)
     # The code holds whole copies of the loop's step, at least one.

@@ -214,12 +214,12 @@ def test_configs_are_distinct_and_valid() -> None:
         config.check()
     names = [config.name for config in (*forward, *quantise)]
     assert len(set(names)) == len(names)
-    # naive, paper, fp8, accurate from two dtypes; the default of the other head dims and of 192/128; V transposed
+    # naive, paper, fp8, accurate from two dtypes; the default of other head dims and of 192/128; V transposed
     assert len(quantise) == 3 * 4 * 2 + 12 + 1 + 15
 
 
 def test_checked_kernels_are_a_sample_of_all() -> None:
-    """Each head_dim by itself; each tile row, mask, operand type and rounding; packing by each class of tiles."""
+    """Each head_dim by itself; each tile row, mask, operand type, rounding; packing in each class."""
     forward = plan.all_forward_configs()
     assert 80 <= len(forward) <= 120, "a test run compiles them all"
     assert {config.head_dim for config in forward if config.head_dim == config.head_dim_v} == set(HEAD_DIMS)

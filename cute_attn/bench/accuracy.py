@@ -93,7 +93,7 @@ def accuracy_table(
     Returns:
         One row for each input and recipe, in the order given. Columns: input, source, recipe, backend ("sm90"
         or "emulator": what ran), kernel, dtype, out_dtype, batch, seqlen_q, seqlen_k, heads_q, heads_k,
-        head_dim, head_dim_v, causal; total error rmse, rel_rmse, max_abs_err, cosine (see `error_metrics`) and
+        head_dim, head_dim_v, causal; total error rmse, rel_rmse, max_abs_err, cosine (see `error_metrics`),
         ratio_to_naive (rmse of the naive recipe over rmse of this one, above 1 is better; the naive recipe is
         run for it even if it is not in `recipes`); kernel error rmse_kernel, rel_rmse_kernel,
         max_abs_err_kernel, cosine_kernel.

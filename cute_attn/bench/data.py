@@ -182,8 +182,8 @@ def _check_triple(path: Path, dot: str, q: torch.Tensor, k: torch.Tensor, v: tor
             raise ValueError(f"{label} holds NaN or infinity; the error of attention on it is not defined")
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"{path}: {dot}k has shape {tuple(k.shape)} but {dot}v {tuple(v.shape)}; all but head_dim must be the "
-            "same"
+            f"{path}: {dot}k has shape {tuple(k.shape)} but {dot}v {tuple(v.shape)}; all but head_dim must "
+            "be the same"
         )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(

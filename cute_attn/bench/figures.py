@@ -75,7 +75,7 @@ class Roofline:
 
 
 def tile_steps(config: FwdConfig, case: Case) -> int:
-    """Key tiles that all tiles of query rows visit together. Causal: those with a key that its last row sees."""
+    """Key tiles that all tiles of query rows visit together. Causal: up to the last key that a tile sees."""
     rows = case.seqlen_q * config.pack_gqa
     steps = 0
     for block in range(-(-rows // config.tile_m)):

@@ -148,7 +148,7 @@ def test_zero_blocks(where: dict[str, Any], recipe: str | Fp8Recipe, zero: str) 
 
 @pytest.mark.gpu
 def test_heads_beyond_65535_are_right() -> None:
-    """A head count over 65535 exceeds the limit of a grid's y and z: heads beyond it equal each of them alone."""
+    """A head count over 65535 exceeds the limit of a grid's y and z: heads beyond it are as each alone."""
     q, k, v = (torch.rand(1, 3, 71280, 128, device="cuda").to(BF16) for _ in range(3))
     out, lse = cute_attn.fp8_attention(q, k, v, return_lse=True)
     for head in (0, 65535, 65536, 71279):
