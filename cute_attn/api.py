@@ -321,8 +321,8 @@ def quantize(
         backend: "auto", "sm90" or "emulator" (here the torch reference), as in `fp8_attention`.
 
     Returns:
-        A `QuantizedQKV` on the device of q. A group of zeros has scale 1; a group with a NaN or infinity has
-        scale NaN.
+        A `QuantizedQKV` on the device of q; of the kernel, all parts are views of one allocation. A group of zeros
+        has scale 1; a group with a NaN or infinity has scale NaN.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.

@@ -7,6 +7,8 @@ here: `cute_attn.launch` allocates it, or `cute_attn.validate` has checked it. T
 and say on which device and stream to launch.
 """
 
+# Annotations are not postponed here: the DSL tells a `cute.Shape`, which may cross as one object, by the annotation.
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -149,6 +151,7 @@ class QuantizeEntry:
         q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim) bf16 or fp16
         k: cute.Tensor,  # (batch, seqlen_k, heads_k, head_dim)
         v: cute.Tensor,  # (batch, seqlen_k, heads_k, head_dim_v)
+        # Here: tables of cosines and sines, where `rotary` is not "none".
         signs,  # (head_dim,) float32 with `rotate`
         amax_q,  # (batch, heads_q) float32 where q_mode is "static"
         amax_k,  # (batch, heads_k), likewise

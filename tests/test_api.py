@@ -823,6 +823,51 @@ def test_gpu_fp8_tensors() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["naive", "accurate"])
+def test_gpu_repeated_calls(recipe: str) -> None:
+    """A call that is ready gives what the first one gave, holds no memory, and looks at its tensors anew."""
+    q, k, v = Shape(batch=2, seqlen_q=70, seqlen_k=133, heads_q=4).tensors(device="cuda")
+
+    def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return cute_attn.fp8_attention(*tensors, recipe=recipe, return_lse=True)
+
+    first = call(q, k, v)
+    before = torch.cuda.memory_allocated()
+    for given in ((q, k, v), head_major(q, k, v), wide_rows(q, k, v)):
+        out, lse = call(*given)
+        assert torch.equal(out, first[0]) and torch.equal(lse, first[1])
+        assert torch.equal(cute_attn.fp8_attention(*given, recipe=recipe), first[0])
+        del given, out, lse
+    assert torch.cuda.memory_allocated() == before
+    with pytest.raises(TypeError, match=r"k has dtype torch\.float16; allowed: that of q"):
+        call(q, k.half(), v)
+    with pytest.raises(ValueError, match="v is on device cpu"):
+        call(q, k, v.cpu())
+    codes = cute_attn.quantize(q, k, v, recipe)
+    for _ in range(2):
+        out, lse = cute_attn.fp8_attention_quantized(codes, return_lse=True)
+        assert torch.equal(out, first[0]) and torch.equal(lse, first[1])
+
+
+@pytest.mark.gpu
+def test_gpu_that_is_not_current() -> None:
+    """The compiled functions make the device of their tensors current, and the old one again."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    tensors = Shape(seqlen_q=70, seqlen_k=133).tensors(device="cuda:0")
+    want = cute_attn.fp8_attention(*tensors, return_lse=True)
+    there = [x.to("cuda:1") for x in tensors]
+    with torch.cuda.device(0):
+        for _ in range(2):
+            out, lse = cute_attn.fp8_attention(*there, return_lse=True)
+            assert torch.cuda.current_device() == 0 and out.device == lse.device == there[0].device
+            assert torch.equal(out.cpu(), want[0].cpu()) and torch.equal(lse.cpu(), want[1].cpu())
+        codes = cute_attn.quantize(*there)
+        assert torch.equal(cute_attn.fp8_attention_quantized(codes).cpu(), want[0].cpu())
+        assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_gpu_device_mismatch(name: str) -> None:
     tensors = dict(zip("qkv", Shape(seqlen_q=5, seqlen_k=9).tensors(device="cuda"), strict=True))
