@@ -151,7 +151,6 @@ class QuantizeEntry:
         q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim) bf16 or fp16
         k: cute.Tensor,  # (batch, seqlen_k, heads_k, head_dim)
         v: cute.Tensor,  # (batch, seqlen_k, heads_k, head_dim_v)
-        # Here: tables of cosines and sines, where `rotary` is not "none".
         signs,  # (head_dim,) float32 with `rotate`
         amax_q,  # (batch, heads_q) float32 where q_mode is "static"
         amax_k,  # (batch, heads_k), likewise

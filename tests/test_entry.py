@@ -75,10 +75,13 @@ class FwdProbe(Probe):
         super().__init__(8)
 
     @cute.jit
-    def __call__(self, q, k, vt, q_scale, k_scale, v_scale, lse_add, o, lse, scale, scale_log2, sms, stream):
+    def __call__(
+        self, q, k, vt, q_scale, k_scale, v_scale, lse_add, o, lse, scale, scale_log2, sms, turn, stream
+    ):
         assert (q.element_type, vt.element_type) == (cutlass.Int8, cutlass.Float8E4M3FN)
         ten = Float32(10.0)  # the scales, which are fractions
-        self.write((q, k, vt, q_scale, k_scale, v_scale, lse_add, o, lse, scale * ten, scale_log2 * ten, sms))
+        integers = (scale * ten, scale_log2 * ten, sms, turn)
+        self.write((q, k, vt, q_scale, k_scale, v_scale, lse_add, o, lse, *integers))
 
 
 class QuantizeProbe(Probe):
@@ -89,9 +92,10 @@ class QuantizeProbe(Probe):
 
     @cute.jit
     def __call__(
-        self, q, k, v, signs, sums, amax_q, amax_k, amax_v, q8, k8, vt, q_scale, k_scale, v_scale, q_dot, chunk, count,
-        stream,
+        self, q, k, v, signs, sums, amax_q, amax_k, amax_v, q8, k8, vt, q_scale, k_scale, v_scale, q_dot, cos, sin,
+        chunk, count, stream,
     ):  # fmt: skip
+        assert cos is None and sin is None  # as they come, they go
         self.write(
             (
                 q,
@@ -144,6 +148,7 @@ def compiled(config: FwdConfig | QuantizeConfig) -> tuple[Callable[..., None], P
             Float32(0),
             Float32(0),
             Int32(0),
+            Int32(0),
         ]
     else:
         probe = QuantizeProbe()
@@ -157,6 +162,8 @@ def compiled(config: FwdConfig | QuantizeConfig) -> tuple[Callable[..., None], P
             ),
             address,
             layout,
+            None,
+            None,
             Int32(0),
         ]
     function = cute.compile(entry, *args, None, options="--enable-tvm-ffi --gpu-arch sm_90a")
@@ -277,7 +284,7 @@ def test_the_forward_kernel_reads_where_the_quantiser_writes(
         assert found[6] == seen(qkv.q_dot_mean)
     assert found[7] == seen(out)
     assert found[8] == (sink.data_ptr(), (batch, heads_q, seqlen_q), (heads_q * seqlen_q, seqlen_q, 1))
-    assert found[9:] == [2, 3, 132]  # 10 softmax_scale, the same times log2(e), SMs
+    assert found[9:] == [2, 3, 132, 1]  # 10 softmax_scale, the same times log2(e), SMs, heads in turn
 
 
 def test_the_forward_kernel_reads_operands_of_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +293,7 @@ def test_the_forward_kernel_reads_operands_of_any_strides(monkeypatch: pytest.Mo
     qkv = from_fp8(q, k, v, torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2))
     config = forward_config(64, 64, "int8", False, "code", "bf16")  # one byte is as good as another here
     sink = memory()
-    forward = launch.Forward((2, 130, 4, 64), config, 0.25, q.device)
+    forward = launch.Forward((2, 130, 4, 64), k.shape, config, 0.25, q.device)
     monkeypatch.setattr(forward, "new_lse", lambda: sink)
     forward(qkv)
     found = compiled(config)[1].read(sink)
@@ -301,9 +308,9 @@ def test_the_layout_crosses_as_an_object_or_a_tuple() -> None:
     found = []
     for form in (layout, launch._shape_object(layout)):
         sink = memory()
-        function(out, 1 << 40, sink.data_ptr(), 1 << 41, form, 0.5, 0.5, 132)
+        function(out, 1 << 40, sink.data_ptr(), 1 << 41, form, 0.5, 0.5, 132, 1)
         found.append(probe.read(sink)[:7])
     assert found[0] == found[1]
     assert found[0][0] == ((1 << 40) + layout.q, (1, 5, 2, 64), (*layout[3:6], 1))
     with pytest.raises((ValueError, TypeError)):
-        function(out, 0, memory().data_ptr(), 0, layout[:-1], 0.5, 0.5, 132)
+        function(out, 0, memory().data_ptr(), 0, layout[:-1], 0.5, 0.5, 132, 1)
