@@ -49,6 +49,7 @@ QUANTISER_DIMS = (
 # (head_dim, rotary_dim)
 ROTARY_DIMS = ((32, 32), (64, 16), (80, 32), (128, 128), (192, 64), (208, 208), (256, 128))
 RECIPES = ("naive", "paper", "fp8", "accurate")
+ROTATED = ("paper", "accurate")  # scales of blocks in e4m3, of tokens in int8 beside a mean key
 RECIPE_OF = {"int8": PRESETS["accurate"], "e4m3": PRESETS["fp8"]}
 PLAIN = {
     qk: Fp8Recipe(f"plain_{qk}", qk_dtype=qk, rotation="none", smooth_k=False)  # type: ignore[arg-type]
@@ -92,10 +93,12 @@ FORWARD = [
     for qk in RECIPE_OF
     for causal in (False, True)
 ]
+# The same in clusters of two CTAs, where plans take them.
+CLUSTERED = [replace(config, cluster=2) for config in FORWARD if config.head_dim > 64]
 # Widths between those, and unlike ones; operands of Q K^T take turns.
 FORWARD_DIMS = (*((d, d) for d in (32, 48, 80, 96, 112, 160, 208, 240)), (192, 128), (64, 256))
 FORWARD_OF_DIMS = [
-    forward_config(*dims, ("e4m3", "int8")[(turn + causal) % 2], causal, "code", "bf16")
+    forward_config(*dims, ("e4m3", "int8")[(turn + causal) % 2], causal, "code", "bf16", cluster=1 + turn % 2)
     for turn, dims in enumerate(FORWARD_DIMS)
     for causal in (False, True)
 ]
@@ -115,22 +118,29 @@ PACKED = [
     )
     for causal in (False, True)
 ]
+PACKED += [replace(config, cluster=2) for config in PACKED if config.head_dim in (128, 192)]
 BY_EXP2 = [
     forward_config(64, 64, qk, False, p, "bf16")
     for qk, p in (("e4m3", "ex2"), ("e4m3", "cast"), ("int8", "ex2"))
 ]
 FP16_OUT = forward_config(128, 128, "int8", True, "code", "fp16")
-QUANTISERS = [quantize_config(PRESETS[name], *dims, "bf16") for name in RECIPES for dims in QUANTISER_DIMS]
+QUANTISERS = [
+    quantize_config(PRESETS[name], *dims, "bf16")
+    for name in RECIPES
+    for dims in QUANTISER_DIMS
+    if name in ROTATED or dims[0] in HEAD_DIMS
+]
 QUANTISER_FP16 = quantize_config(PRESETS["accurate"], 64, 64, "fp16")
 ROTARIES = [
     replace(quantize_config(PRESETS[name], d, d, "bf16"), rotary=kind)
-    for name in RECIPES
+    for name in ROTATED
     for d, _ in ROTARY_DIMS
     for kind in ("half", "interleaved")
 ]
 TRANSPOSES = [transpose_config(d) for d in (32, 48, 64, 80, 96, 128, 160, 176, 208, 256)]
 CONFIGS: list[FwdConfig | QuantizeConfig] = [
     *FORWARD,
+    *CLUSTERED,
     *FORWARD_OF_DIMS,
     *PACKED,
     *BY_EXP2,
@@ -174,7 +184,7 @@ def compiled() -> None:
 
     A failure is left to the test that needs the kernel, which compiles it again.
     """
-    workers = min(12, os.cpu_count() or 1)
+    workers = min(16, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         for future in [pool.submit(compile_one, config) for config in dict.fromkeys(CONFIGS)]:
             future.exception()
@@ -282,8 +292,10 @@ def check_quantiser(
     assert (got.seqlen_k, got.recipe, got.dtype) == (want.seqlen_k, want.recipe, want.dtype)
 
 
-@pytest.mark.parametrize("dims", QUANTISER_DIMS)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [(name, dims) for name in RECIPES for dims in QUANTISER_DIMS if name in ROTATED or dims[0] in HEAD_DIMS],
+)
 def test_quantiser(name: str, dims: tuple[int, int]) -> None:
     for shape in (*SHAPES, (1, 513, 512, 3, 3)):
         for gain in (1.0, 300.0):
@@ -355,7 +367,7 @@ def rotary_tables(seqlen: int, rotary_dim: int, interleaved: bool, dtype: torch.
 
 @pytest.mark.parametrize("kind", ["half", "interleaved"])
 @pytest.mark.parametrize("dims", ROTARY_DIMS)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ROTATED)
 def test_quantiser_with_rotary_embedding(name: str, dims: tuple[int, int], kind: str) -> None:
     """All columns and some of them; as many queries as keys, fewer, one; zeros and values that are not finite."""
     head_dim, rotary_dim = dims
@@ -466,7 +478,7 @@ def operands(shape: Shape, config: FwdConfig, recipe: Fp8Recipe | None = None) -
     return quantize_reference(q, k, v, recipe or RECIPE_OF[config.qk_dtype])
 
 
-@pytest.mark.parametrize("config", [*FORWARD, *FORWARD_OF_DIMS], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*FORWARD, *CLUSTERED, *FORWARD_OF_DIMS], ids=lambda config: config.name)
 def test_forward(config: FwdConfig) -> None:
     for shape in FORWARD_SHAPES:
         check_forward(operands(shape, config), config)
@@ -485,6 +497,21 @@ def test_forward_of_packed_heads(config: FwdConfig) -> None:
 def test_many_packed_tiles(config: FwdConfig) -> None:
     """More tiles than SMs: each CTA takes several, of other heads and batch entries."""
     check_forward(operands((3, 300, 300, 12 * config.pack_gqa, 12), config), config)
+
+
+@pytest.mark.parametrize("sms", [2, 6, 30])
+@pytest.mark.parametrize("config", [*FORWARD, *CLUSTERED, *PACKED[-4:]], ids=lambda config: config.name)
+def test_few_ctas_take_many_tiles(config: FwdConfig, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who computes a tile, and after which others, changes no bit of it; nor does the order of work."""
+    group = config.pack_gqa
+    for seqlen_q, seqlen_k, heads_k in ((300, 300, 5), (1000, 700, 3), (130, 1500, 2)):
+        qkv = operands((2, seqlen_q, seqlen_k, group * heads_k, heads_k), config)
+        expected = attend(qkv, config)
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "_sms", lambda device: sms)
+            for turn in (1, 2, 3, 16):
+                patch.setattr(launch, "heads_in_turn", lambda *about, turn=turn: turn)
+                assert same(attend(qkv, config), expected), (seqlen_q, seqlen_k, turn)
 
 
 @pytest.mark.parametrize("config", BY_EXP2, ids=lambda config: config.name)
@@ -531,7 +558,7 @@ JUMPS: dict[str, list[int]] = {
 
 
 @pytest.mark.parametrize("jump", list(JUMPS))
-@pytest.mark.parametrize("config", FORWARD, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*FORWARD, *CLUSTERED], ids=lambda config: config.name)
 def test_rows_whose_reference_jumps(config: FwdConfig, jump: str) -> None:
     """Logits hundreds of octaves apart, in opposite directions for neighbouring rows, for some not at all."""
     d = config.head_dim
@@ -552,7 +579,7 @@ def test_rows_whose_reference_jumps(config: FwdConfig, jump: str) -> None:
     assert (lse - exact_lse).abs().max().item() <= P_STEP + 1e-3 + unit / 2
 
 
-@pytest.mark.parametrize("config", [*FORWARD, *PACKED[:2]], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*FORWARD, *CLUSTERED, *PACKED[:2]], ids=lambda config: config.name)
 def test_non_finite_input_stays_visible(config: FwdConfig) -> None:
     """Every output that depends on a spoilt scale group is NaN, as in the emulator.
 
@@ -616,7 +643,7 @@ def test_long_context(qk_dtype: str, head_dim: int, keys: int) -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [*FORWARD, *PACKED[:2]], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*FORWARD, *CLUSTERED, *PACKED[:2]], ids=lambda config: config.name)
 def test_runs_are_bitwise_equal(config: FwdConfig) -> None:
     """Also beside another stream that keeps the GPU busy."""
     qkv = operands((2, 1000, 1000, 8, 4), config)
