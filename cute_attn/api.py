@@ -1,8 +1,8 @@
 """Public functions: check, plan, quantise, attend.
 
 The path of a call is validate -> plan -> (quantise) -> launch. Arguments that were accepted once are
-recognised by their signature (shapes, dtypes, devices, options), so that a repeated call pays one dictionary
-look-up for both validation and planning.
+recognised by their signature (shapes, dtypes, devices, options): where kernels run, it finds a call that is ready
+(see `cute_attn.launch`), so that a repeated call pays one dictionary look-up for validation and planning.
 
 The method is FlashAttention-3's 8-bit forward (arXiv 2407.08608, section 3.3: block quantisation and
 incoherent processing) with the K smoothing and two-level accumulation of SageAttention (arXiv 2410.02367,
@@ -11,7 +11,7 @@ incoherent processing) with the K smoothing and two-level accumulation of SageAt
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -23,7 +23,15 @@ from torch import Tensor
 from cute_attn import validate
 from cute_attn.plan import Plan, make_plan, transpose_config
 from cute_attn.problem import Problem, device_capability
-from cute_attn.quantize import Fp8Recipe, QuantizedQKV, from_fp8, quantize_reference, resolve_recipe
+from cute_attn.quantize import (
+    Fp8Recipe,
+    QuantizedQKV,
+    Rotary,
+    check_rotary,
+    from_fp8,
+    quantize_reference,
+    resolve_recipe,
+)
 
 __all__ = ["explain", "flash_attn_fp8_func", "fp8_attention", "fp8_attention_quantized", "quantize"]
 
@@ -37,6 +45,9 @@ def fp8_attention(
     recipe: str | Fp8Recipe = ...,
     causal: bool = ...,
     softmax_scale: float | None = ...,
+    rotary_cos: Tensor | None = ...,
+    rotary_sin: Tensor | None = ...,
+    rotary_interleaved: bool = ...,
     return_lse: Literal[True],
     backend: str = ...,
     out_dtype: torch.dtype | None = ...,
@@ -52,6 +63,9 @@ def fp8_attention(
     recipe: str | Fp8Recipe = ...,
     causal: bool = ...,
     softmax_scale: float | None = ...,
+    rotary_cos: Tensor | None = ...,
+    rotary_sin: Tensor | None = ...,
+    rotary_interleaved: bool = ...,
     return_lse: Literal[False] = ...,
     backend: str = ...,
     out_dtype: torch.dtype | None = ...,
@@ -66,6 +80,9 @@ def fp8_attention(
     recipe: str | Fp8Recipe = "default",
     causal: bool = False,
     softmax_scale: float | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
     return_lse: bool = False,
     backend: str = "auto",
     out_dtype: torch.dtype | None = None,
@@ -77,15 +94,22 @@ def fp8_attention(
     memory.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1; head_dim 64, 128 or 256.
-            Other strides are free (slices of a fused qkv, transposed views); on the GPU a tensor whose
-            address or strides are no multiples of 16 bytes is copied first.
-        k, v: (batch, seqlen_k, heads_k, head_dim), dtype and device of q. heads_q is a multiple of heads_k:
+        q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1; head_dim a multiple of 16
+            from 32 to 256. Other strides are free (slices of a fused qkv, transposed views); on the GPU a
+            tensor whose address or strides are no multiples of 16 bytes is copied first.
+        k: (batch, seqlen_k, heads_k, head_dim), dtype and device of q. heads_q is a multiple of heads_k:
             query head h uses key head h // (heads_q // heads_k).
+        v: (batch, seqlen_k, heads_k, head_dim_v), likewise; head_dim_v, too, a multiple of 16 from 32 to 256,
+            often that of q (it is not in multi-head latent attention: 192 and 128).
         recipe: "naive", "paper", "fp8", "accurate", "default" (= "accurate": int8 Q K^T, e4m3 P V), or an
             `Fp8Recipe`.
         causal: hide key j from query i unless j <= i + seqlen_k - seqlen_q (bottom-right alignment).
         softmax_scale: factor of q k^T, finite and > 0; default 1/sqrt(head_dim).
+        rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), dtype and device of q, last stride 1: rotary position
+            embedding of q and k (arXiv 2104.09864), applied while they are quantised. Row j serves position j, that
+            of key j; the last query is at the position of the last key. seqlen_ro >= seqlen_k >= seqlen_q;
+            rotary_dim, a multiple of 16, is at most head_dim, and columns past it stay as they are. Default: none.
+        rotary_interleaved: pairs are columns 2 i and 2 i + 1 (GPT-J), else i and i + rotary_dim / 2 (GPT-NeoX).
         return_lse: also return the log-sum-exp of each row's scaled scores.
         backend: "auto", "sm90" (the Hopper kernels) or "emulator" (torch, any device, with the kernels'
             roundings). "auto" is "sm90" for tensors on a GPU of compute capability 9.x, else "emulator", with
@@ -93,7 +117,7 @@ def fp8_attention(
         out_dtype: float16 or bfloat16; default that of q.
 
     Returns:
-        out (batch, seqlen_q, heads_q, head_dim) of `out_dtype`; with `return_lse` also lse (batch, heads_q,
+        out (batch, seqlen_q, heads_q, head_dim_v) of `out_dtype`; with `return_lse` also lse (batch, heads_q,
         seqlen_q) float32, natural log. A row that sees no key has out 0 and lse -inf. A NaN or infinity in an
         input makes NaN every output that depends on its scale group; it never becomes a plausible number.
 
@@ -102,9 +126,20 @@ def fp8_attention(
         ValueError: a shape, stride, device or value that is not allowed, or "sm90" without a Hopper GPU.
         NotImplementedError: grad mode is on and an input requires grad (there is no 8-bit backward).
     """
-    plan = _plan_inputs(q, k, v, recipe, causal, backend, out_dtype)
-    validate.check_forward_only(q=q, k=k, v=v)
-    return _attend(lambda: _quantize(q, k, v, plan), plan, q.device, softmax_scale, return_lse, backend)
+    rotary = (rotary_cos, rotary_sin, rotary_interleaved)
+    kind = _rotary_kind(*rotary)
+    options = (recipe, causal, type(causal), softmax_scale, type(softmax_scale), kind, backend, out_dtype)
+    key, call = _ready_call(q, k, v, options)
+    if call is None:
+        plan = _plan_inputs(q, k, v, recipe, causal, backend, out_dtype, kind)
+        tables = _check_before(q, k, v, rotary, kind)
+        if not _launches(plan):
+            prepare = functools.partial(_reference, q, k, v, plan.recipe, rotary)
+            return _attend(prepare, plan, q.device, softmax_scale, return_lse, backend)
+        call = _remember(key, _prepare_attention(q, k, plan, softmax_scale))
+    else:
+        tables = _check_before(q, k, v, rotary, kind)
+    return call(q, k, v, return_lse, tables)
 
 
 @overload
@@ -143,7 +178,8 @@ def fp8_attention_quantized(
     """`fp8_attention` on operands that `quantize` has prepared (arXiv 2407.08608, section 3.3).
 
     Args:
-        qkv: of `quantize`, for batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim as in `fp8_attention`.
+        qkv: of `quantize`, for batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim and head_dim_v as in
+            `fp8_attention`.
         causal, softmax_scale, return_lse, backend: as in `fp8_attention`.
         out_dtype: float16 or bfloat16; default `qkv.dtype`, that of the tensors it was made from.
 
@@ -155,13 +191,19 @@ def fp8_attention_quantized(
         ValueError: a shape, stride, device or value that is not allowed, or "sm90" without a Hopper GPU.
         NotImplementedError: grad mode is on and a part of `qkv` requires grad.
     """
-    plan = _plan_quantized(qkv, causal, backend, out_dtype)
+    options = (causal, type(causal), softmax_scale, type(softmax_scale), backend, out_dtype)
+    key, call = _ready_quantized_call(qkv, options)
+    plan = None if call is not None else _plan_quantized(qkv, causal, backend, out_dtype)
     validate.check_forward_only(
         q_scale=qkv.q_scale, k_scale=qkv.k_scale, v_scale=qkv.v_scale, q_dot_mean=qkv.q_dot_mean
     )
-    return _attend(
-        lambda: _aligned_operands(qkv, plan), plan, qkv.q.device, softmax_scale, return_lse, backend
-    )
+    if call is None:
+        assert plan is not None
+        if not _launches(plan):
+            return _attend(lambda: qkv, plan, qkv.q.device, softmax_scale, return_lse, backend)
+        call = _remember(key, _prepare_forward(qkv, plan, softmax_scale))
+    out, lse = call(qkv)
+    return (out, lse) if return_lse else out
 
 
 @overload
@@ -219,8 +261,10 @@ def flash_attn_fp8_func(
     2407.08608, section 3.3).
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim) float8_e4m3fn, last stride 1; head_dim 64, 128 or 256.
-        k, v: (batch, seqlen_k, heads_k, head_dim), likewise; heads_q is a multiple of heads_k.
+        q: (batch, seqlen_q, heads_q, head_dim) float8_e4m3fn, last stride 1; head_dim a multiple of 16 from
+            32 to 256.
+        k: (batch, seqlen_k, heads_k, head_dim), likewise; heads_q is a multiple of heads_k.
+        v: (batch, seqlen_k, heads_k, head_dim_v), likewise; head_dim_v another multiple of 16 from 32 to 256.
         softmax_scale, causal: as in `fp8_attention`.
         q_descale, k_descale, v_descale: (batch, heads_k) float32, > 0, any strides: factors from codes to
             values; default 1. That of q serves all query heads of its key head.
@@ -244,11 +288,22 @@ def flash_attn_fp8_func(
     validate.check_backend(backend, device_capability(q.device))
     qkv = from_fp8(q, k, v, q_descale, k_descale, v_descale, vt=_transpose_v(q, v, backend))
     plan = _plan_quantized(qkv, causal, backend, out_dtype)
-    return _attend(lambda: _aligned_operands(qkv, plan), plan, q.device, softmax_scale, return_lse, backend)
+    if not _launches(plan):
+        return _attend(lambda: qkv, plan, q.device, softmax_scale, return_lse, backend)
+    out, lse = _prepare_forward(qkv, plan, softmax_scale)(qkv)
+    return (out, lse) if return_lse else out
 
 
 def quantize(
-    q: Tensor, k: Tensor, v: Tensor, recipe: str | Fp8Recipe = "default", *, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    recipe: str | Fp8Recipe = "default",
+    *,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    backend: str = "auto",
 ) -> QuantizedQKV:
     """8-bit operands of `fp8_attention_quantized` (rotation and block scales of arXiv 2407.08608, section
     3.3).
@@ -257,23 +312,35 @@ def quantize(
     about.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1; head_dim 64, 128 or 256.
-        k, v: (batch, seqlen_k, heads_k, head_dim), dtype and device of q; heads_q is a multiple of heads_k.
+        q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1; head_dim a multiple of 16
+            from 32 to 256.
+        k: (batch, seqlen_k, heads_k, head_dim), dtype and device of q; heads_q is a multiple of heads_k.
+        v: (batch, seqlen_k, heads_k, head_dim_v), likewise; head_dim_v another multiple of 16 from 32 to 256.
         recipe: name of a preset, or an `Fp8Recipe`.
+        rotary_cos, rotary_sin, rotary_interleaved: rotary position embedding of q and k, as in `fp8_attention`.
         backend: "auto", "sm90" or "emulator" (here the torch reference), as in `fp8_attention`.
 
     Returns:
-        A `QuantizedQKV` on the device of q. A group of zeros has scale 1; a group with a NaN or infinity has
-        scale NaN.
+        A `QuantizedQKV` on the device of q; of the kernel, all parts are views of one allocation. A group of zeros
+        has scale 1; a group with a NaN or infinity has scale NaN.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: a shape, stride, device or value that is not allowed, or "sm90" without a Hopper GPU.
         NotImplementedError: grad mode is on and an input requires grad.
     """
-    plan = _plan_inputs(q, k, v, recipe, False, backend, None)
-    validate.check_forward_only(q=q, k=k, v=v)
-    return _quantize(q, k, v, plan)
+    rotary = (rotary_cos, rotary_sin, rotary_interleaved)
+    kind = _rotary_kind(*rotary)
+    key, call = _ready_call(q, k, v, (recipe, kind, backend))
+    if call is None:
+        plan = _plan_inputs(q, k, v, recipe, False, backend, None, kind)
+        tables = _check_before(q, k, v, rotary, kind)
+        if not _launches(plan):
+            return _reference(q, k, v, plan.recipe, rotary)
+        call = _remember(key, _prepare_quantize(q, k, plan))
+    else:
+        tables = _check_before(q, k, v, rotary, kind)
+    return call(q, k, v, tables)
 
 
 def explain(
@@ -283,6 +350,9 @@ def explain(
     *,
     recipe: str | Fp8Recipe = "default",
     causal: bool = False,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
     backend: str = "auto",
     out_dtype: torch.dtype | None = None,
 ) -> Plan:
@@ -293,8 +363,9 @@ def explain(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim) as in `fp8_attention`; or a `QuantizedQKV`, alone, for
             `fp8_attention_quantized`.
-        k, v: (batch, seqlen_k, heads_k, head_dim) as in `fp8_attention`.
+        k, v: (batch, seqlen_k, heads_k, head_dim or head_dim_v) as in `fp8_attention`.
         recipe, causal, backend, out_dtype: as in `fp8_attention`. A `QuantizedQKV` brings its recipe along.
+        rotary_cos, rotary_sin, rotary_interleaved: as in `fp8_attention`; none with a `QuantizedQKV`.
 
     Returns:
         The plan.
@@ -302,8 +373,17 @@ def explain(
     Raises:
         TypeError, ValueError: as the function that it explains.
     """
+    rotary = (rotary_cos, rotary_sin, rotary_interleaved)
+    kind = _rotary_kind(*rotary)
     if not isinstance(q, QuantizedQKV):
-        return _plan_inputs(q, k, v, recipe, causal, backend, out_dtype)
+        plan = _plan_inputs(q, k, v, recipe, causal, backend, out_dtype, kind)
+        assert k is not None
+        check_rotary(q, k, *rotary)
+        return plan
+    if kind != "none":
+        raise ValueError(
+            "rotary_cos is given beside a QuantizedQKV, which is embedded already; allowed: None"
+        )
     if k is not None or v is not None:
         raise TypeError("k and v are given beside a QuantizedQKV, which holds its own; allowed: None")
     if recipe != "default" and resolve_recipe(recipe) != q.recipe:
@@ -312,12 +392,47 @@ def explain(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# From arguments to a plan
+# From arguments to a call that is ready, or to a plan
 # ------------------------------------------------------------------------------------------------------------
 
 _Key = tuple[object, ...]
-_plans: dict[_Key, Plan] = {}
-_MAX_PLANS: Final = 4096  # a server that sees ever new lengths must not grow without bound
+_Call = Callable[..., Any]
+_calls: dict[_Key, _Call] = {}
+_MAX_CALLS: Final = 4096  # a server that sees ever new lengths must not grow without bound
+
+
+def _ready_call(q: Any, k: Any, v: Any, options: _Key) -> tuple[_Key, _Call | None]:
+    """(key, call) for 16-bit inputs and options that were accepted before; call is None where they were not.
+
+    The key leaves out what the compiled quantiser checks by itself in every call: dtype and device of k and v,
+    strides and addresses (see `launch.Quantiser`).
+    """
+    try:
+        key = (q.shape, k.shape, v.shape, q.dtype, q.device, type(q), type(k), type(v), options)
+        return key, _calls.get(key)
+    except (AttributeError, RuntimeError, TypeError):
+        return (), None  # not a dense tensor, or unhashable: the checks name the argument
+
+
+def _ready_quantized_call(qkv: QuantizedQKV, options: _Key) -> tuple[_Key, _Call | None]:
+    """Likewise for prepared operands. The key holds all that is checked of their parts."""
+    try:
+        parts = (qkv.q, qkv.k, qkv.vt, qkv.q_scale, qkv.k_scale, qkv.v_scale, qkv.q_dot_mean)
+        signatures = [  # what validation reads of a part
+            None if x is None else (type(x), x.shape, x.dtype, x.device, x.stride(-1)) for x in parts
+        ]
+        key = (*signatures, qkv.seqlen_k, qkv.recipe, qkv.dtype, options)
+        return key, _calls.get(key)
+    except (AttributeError, LookupError, RuntimeError, TypeError):
+        return (), None
+
+
+def _remember(key: _Key, call: _Call) -> _Call:
+    if key:
+        if len(_calls) >= _MAX_CALLS:
+            _calls.clear()
+        _calls[key] = call
+    return call
 
 
 def _plan_inputs(
@@ -328,57 +443,52 @@ def _plan_inputs(
     causal: bool,
     backend: str,
     out_dtype: torch.dtype | None,
+    rotary: str,
 ) -> Plan:
-    """Check all about 16-bit inputs that a plan depends on, and plan; both only once for a signature."""
-    try:
-        key: _Key = (
-            *_signature(q),
-            *_signature(k),
-            *_signature(v),
-            recipe,
-            type(causal),
-            causal,
-            backend,
-            out_dtype,
-        )
-        known = _plans.get(key)
-    except (AttributeError, LookupError, RuntimeError, TypeError):
-        key, known = (), None  # not a dense tensor, or unhashable: the checks below name the argument
-    if known is not None:
-        return known
+    """Check all about 16-bit inputs that a plan depends on, and plan."""
     validate.check_inputs(q, k, v)
-    assert isinstance(q, Tensor) and isinstance(k, Tensor)
+    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     problem = Problem.from_tensors(
         q,
         k,
+        v,
         resolve_recipe(recipe),
         causal=validate.check_causal(causal),
         out_dtype=validate.check_out_dtype(out_dtype, q.dtype),
+        rotary=rotary,
     )
     validate.check_backend(backend, problem.capability)
-    return _remember(key, make_plan(problem, backend))
+    return make_plan(problem, backend)
+
+
+_RotaryArguments = tuple[Tensor | None, Tensor | None, bool]  # rotary_cos, rotary_sin, rotary_interleaved
+
+
+def _rotary_kind(rotary_cos: object, rotary_sin: object, rotary_interleaved: object) -> str:
+    """`Problem.rotary` for arguments that are not checked yet."""
+    if rotary_cos is None and rotary_sin is None and rotary_interleaved is False:
+        return "none"
+    return "interleaved" if rotary_interleaved else "half"
+
+
+def _check_before(q: Tensor, k: Tensor, v: Tensor, rotary: _RotaryArguments, kind: str) -> Rotary | None:
+    """What every call checks, whatever is known of its shapes: no gradients, and the tables of an embedding."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        validate.check_forward_only(q=q, k=k, v=v)
+    if kind == "none":
+        return None
+    tables = check_rotary(q, k, *rotary)
+    validate.check_forward_only(rotary_cos=rotary[0], rotary_sin=rotary[1])
+    return tables
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, rotary: _RotaryArguments) -> QuantizedQKV:
+    cos, sin, interleaved = rotary
+    return quantize_reference(q, k, v, recipe, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved)
 
 
 def _plan_quantized(qkv: QuantizedQKV, causal: bool, backend: str, out_dtype: torch.dtype | None) -> Plan:
-    """Likewise for prepared operands, all of whose parts are in the signature."""
-    try:
-        parts = (qkv.q, qkv.k, qkv.vt, qkv.q_scale, qkv.k_scale, qkv.v_scale, qkv.q_dot_mean)
-        signatures = [None if part is None else _signature(part) for part in parts]
-        key: _Key = (
-            *signatures,
-            qkv.seqlen_k,
-            qkv.recipe,
-            qkv.dtype,
-            type(causal),
-            causal,
-            backend,
-            out_dtype,
-        )
-        known = _plans.get(key)
-    except (AttributeError, LookupError, RuntimeError, TypeError):
-        key, known = (), None
-    if known is not None:
-        return known
+    """Likewise for prepared operands."""
     validate.check_quantized(qkv)
     problem = Problem.from_quantized(
         qkv,
@@ -386,20 +496,7 @@ def _plan_quantized(qkv: QuantizedQKV, causal: bool, backend: str, out_dtype: to
         out_dtype=validate.check_out_dtype(out_dtype, qkv.dtype),
     )
     validate.check_backend(backend, problem.capability)
-    return _remember(key, make_plan(problem, backend))
-
-
-def _signature(x: Any) -> _Key:
-    """What validation reads of a tensor. Raises one of several errors for anything but a dense tensor."""
-    return type(x), x.shape, x.dtype, x.device, x.stride(-1)
-
-
-def _remember(key: _Key, plan: Plan) -> Plan:
-    if key:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    return plan
+    return make_plan(problem, backend)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -407,13 +504,40 @@ def _remember(key: _Key, plan: Plan) -> Plan:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def _quantize(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> QuantizedQKV:
-    assert plan.quantize_config is not None, "a plan for 16-bit inputs names a quantiser"
-    if plan.backend == "emulator" or plan.problem.is_empty:
-        return quantize_reference(q, k, v, plan.recipe)
-    from cute_attn.launch import launch_quantize
+def _launches(plan: Plan) -> bool:
+    """Whether kernels run; else the emulator does, or the result is known."""
+    return plan.backend == "sm90" and not plan.problem.is_empty
 
-    return launch_quantize(_aligned(q), _aligned(k), _aligned(v), plan.recipe, plan.quantize_config)
+
+def _prepare_attention(
+    q: Tensor, k: Tensor, plan: Plan, softmax_scale: float | None
+) -> Callable[[Tensor, Tensor, Tensor, bool, Rotary | None], Tensor | tuple[Tensor, Tensor]]:
+    """The call of the kernels for 16-bit tensors of these shapes; the plan is one with launches."""
+    assert plan.quantize_config is not None, "a plan for 16-bit inputs names a quantiser"
+    scale = validate.check_softmax_scale(softmax_scale, plan.problem.head_dim)
+    from cute_attn.launch import Attention
+
+    return Attention(q.shape, k.shape, plan.recipe, plan.quantize_config, plan.config, scale, q.device)
+
+
+def _prepare_quantize(
+    q: Tensor, k: Tensor, plan: Plan
+) -> Callable[[Tensor, Tensor, Tensor, Rotary | None], QuantizedQKV]:
+    assert plan.quantize_config is not None, "a plan for 16-bit inputs names a quantiser"
+    from cute_attn.launch import Quantiser
+
+    quantiser = Quantiser(q.shape, k.shape, plan.recipe, plan.quantize_config, q.device)
+    return lambda q, k, v, rotary: quantiser.operands(quantiser(q, k, v, None, rotary), q.dtype)
+
+
+def _prepare_forward(
+    qkv: QuantizedQKV, plan: Plan, softmax_scale: float | None
+) -> Callable[[QuantizedQKV], tuple[Tensor, Tensor]]:
+    """Likewise for operands with parts of these shapes."""
+    scale = validate.check_softmax_scale(softmax_scale, plan.problem.head_dim)
+    from cute_attn.launch import Forward
+
+    return Forward((*qkv.q.shape[:3], qkv.vt.shape[2]), qkv.k.shape, plan.config, scale, qkv.q.device)
 
 
 def _transpose_v(q: Tensor, v: Tensor, backend: str) -> Tensor | None:
@@ -423,27 +547,7 @@ def _transpose_v(q: Tensor, v: Tensor, backend: str) -> Tensor | None:
         return None
     from cute_attn.launch import launch_transpose_v
 
-    return launch_transpose_v(_aligned(v), transpose_config(v.shape[3]))
-
-
-_ALIGNMENT: Final = 16  # bytes: what TMA and 16-byte accesses want of addresses and strides
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """`x`, or a contiguous copy where its address or a stride is no multiple of 16 bytes."""
-    batch, seqlen, heads, _ = x.stride()
-    if (x.data_ptr() | (batch | seqlen | heads) * x.element_size()) % _ALIGNMENT == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _aligned_operands(qkv: QuantizedQKV, plan: Plan) -> QuantizedQKV:
-    if plan.backend == "emulator":
-        return qkv
-    q, k, vt = _aligned(qkv.q), _aligned(qkv.k), _aligned(qkv.vt)
-    if q is qkv.q and k is qkv.k and vt is qkv.vt:
-        return qkv
-    return dataclasses.replace(qkv, q=q, k=k, vt=vt)
+    return launch_transpose_v(v, transpose_config(v.shape[3]))
 
 
 def _attend(
@@ -454,7 +558,7 @@ def _attend(
     return_lse: bool,
     backend: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a plan. `prepare` makes the operands; it is not called where the result is known without them.
+    """Run a plan without launches. `prepare` makes the operands; it is not called where the result is known.
 
     Public functions call this directly: the warning names the line that called them.
     """
@@ -462,7 +566,7 @@ def _attend(
     scale = validate.check_softmax_scale(softmax_scale, problem.head_dim)
     if problem.is_empty:
         out, lse = _empty_result(problem, device)
-    elif plan.backend == "emulator":
+    else:
         if backend == "auto":
             _warn_emulator(plan)
         from cute_attn.emulator import emulate_forward
@@ -472,15 +576,10 @@ def _attend(
             causal=config.causal,
             softmax_scale=scale,
             tile_m=config.tile_m,
-            check_keys=config.check_keys,
             tile_n=config.tile_n,
+            pack_gqa=config.pack_gqa,
+            check_keys=config.check_keys,
             out_dtype=problem.out_dtype,
-        )
-    else:
-        from cute_attn.launch import launch_forward
-
-        out, lse = launch_forward(
-            prepare(), config, causal=config.causal, softmax_scale=scale, out_dtype=problem.out_dtype
         )
     return (out, lse) if return_lse else out
 
@@ -488,7 +587,8 @@ def _attend(
 def _empty_result(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor]:
     """Zeros and lse -inf: what rows without keys give, however many rows there are."""
     rows, heads = problem.seqlen_q, problem.heads_q
-    out = torch.zeros(problem.batch, rows, heads, problem.head_dim, dtype=problem.out_dtype, device=device)
+    shape = (problem.batch, rows, heads, problem.head_dim_v)
+    out = torch.zeros(shape, dtype=problem.out_dtype, device=device)
     return out, torch.full((problem.batch, heads, rows), -math.inf, dtype=torch.float32, device=device)
 
 

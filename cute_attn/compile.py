@@ -1,13 +1,14 @@
 """Config -> compiled kernel, without data and without a GPU.
 
-The arguments are fake tensors whose sizes and strides are symbols, so that one compilation serves every
-shape. The result takes torch tensors through TVM-FFI and launches on torch's current stream.
+The arguments are fake tensors whose sizes and strides are symbols, and integers, so that one compilation serves
+every shape. The result takes torch tensors through TVM-FFI and launches on torch's current stream.
 
 `compile_kernel` is what the launches call: a look-up where the process has the kernel, else a file of the
 disk cache (see `cute_attn.cache`), else the compiler. `inspect` says what the compiler made of a kernel. The
 DSL, half a second of import, is imported only where a kernel is not in memory.
 
-    python -m cute_attn.compile [--arch sm_90a] [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES] [--jobs N]
+    python -m cute_attn.compile [--arch sm_90a] [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES]
+        [--pack-gqa GROUPS] [--jobs N]
 
 fills the disk cache ahead of use, also on a machine without a GPU, for example while an image is built.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import multiprocessing
 import os
 import re
@@ -27,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn import cache, plan, sass
-from cute_attn.kernels.config import K_SCALE_PAD, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import HEAD_DIMS, FwdConfig, QuantizeConfig
+from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import PRESETS
-from cute_attn.validate import HEAD_DIMS
 
 __all__ = [
     "ARCH",
@@ -81,47 +83,41 @@ def build(config: KernelConfig, options: str = "") -> Any:
         strides = tuple(cute.sym_int64() for _ in shape)
         return make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
 
-    def rows(groups: Any, divisibility: int, align: int) -> Any:  # scales of a head's key groups, contiguous
-        return fake(cutlass.Float32, (batch, heads_k, groups), divisibility, align)
-
     f8 = cutlass.Float8E4M3FN
-    batch, seqlen_q, seqlen_k, heads_q, heads_k = (cute.sym_int32() for _ in range(5))
-    padded_k, k_groups, v_groups, chunks = (cute.sym_int32() for _ in range(4))
+    batch, seqlen_q, seqlen_k, heads_q, heads_k, padded_k = (cute.sym_int32() for _ in range(6))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     d, d_v = config.head_dim, config.head_dim_v
-    vt = wide(f8, batch, heads_k, d_v, padded_k)
+    address, layout = cutlass.Int64(0), tuple(cutlass.Int64(0) for _ in Layout._fields)
     entry: Any
     args: list[Any]
     if isinstance(config, FwdConfig):
+        from cute_attn.kernels.entry import FwdEntry
         from cute_attn.kernels.sm90.fwd import FwdSm90
 
-        code = f8 if config.qk_dtype == "e4m3" else cutlass.Int8
         out = cutlass.BFloat16 if config.out_dtype == "bf16" else cutlass.Float16
-        entry = FwdSm90(config)
+        entry = FwdEntry(FwdSm90(config), config)
         args = [
-            wide(code, batch, seqlen_q, heads_q, d),
-            wide(code, batch, seqlen_k, heads_k, d),
-            vt,
-            scalars(batch, heads_q, seqlen_q),
-            rows(k_groups, K_SCALE_PAD, 4 * K_SCALE_PAD),
-            rows(v_groups, 1, 4),
-            scalars(batch, heads_q, seqlen_q),
-            wide(out, batch, seqlen_q, heads_q, d),
-            scalars(batch, heads_q, seqlen_q),
+            wide(out, batch, seqlen_q, heads_q, d_v),
+            address,
+            address,
+            address,
+            layout,
             cutlass.Float32(1.0),
             cutlass.Float32(1.0),
+            cutlass.Int32(1),
+            cutlass.Int32(1),
         ]
     else:
         from cute_attn.kernels.any.quantize import Quantize, TransposeV
         from cute_attn.kernels.any.vectors import IN_TYPES
+        from cute_attn.kernels.entry import QuantizeEntry
 
         element = IN_TYPES[config.in_dtype]
         v = fake(element, (batch, seqlen_k, heads_k, d_v), 8, element.width)  # eight elements a load
         if config.in_dtype == "e4m3":
-            entry, args = TransposeV(config), [v, vt]
+            entry, args = TransposeV(config), [v, wide(f8, batch, heads_k, d_v, padded_k)]
         else:
-            code = f8 if config.qk_dtype == "e4m3" else cutlass.Int8
-            entry = Quantize(config)
+            entry = QuantizeEntry(Quantize(config), config)
             angles = None  # cos and sin, of the dtype of q
             if config.rotary != "none":
                 angles = wide(element, cute.sym_int32(), cute.sym_int32())
@@ -129,22 +125,15 @@ def build(config: KernelConfig, options: str = "") -> Any:
                 wide(element, batch, seqlen_q, heads_q, d),
                 wide(element, batch, seqlen_k, heads_k, d),
                 v,
-                scalars(d),
-                scalars(batch, chunks, heads_k, d),
-                scalars(batch, heads_q),
-                scalars(batch, heads_k),
-                scalars(batch, heads_k),
-                wide(code, batch, seqlen_q, heads_q, d),
-                wide(code, batch, seqlen_k, heads_k, d),
-                vt,
-                fake(cutlass.Float32, (batch, heads_q, seqlen_q), 1, 4),
-                rows(k_groups, 1, 4),
-                rows(v_groups, 1, 4),
-                fake(cutlass.Float32, (batch, heads_q, seqlen_q), 1, 4),
+                scalars(d) if config.rotate else None,
+                scalars(batch, heads_q) if config.q_mode == "static" else None,
+                scalars(batch, heads_k) if config.k_mode == "static" else None,
+                scalars(batch, heads_k) if config.v_mode == "static" else None,
+                address,
+                layout,
                 angles,
                 angles,
-                cutlass.Int32(1),
-                cutlass.Int32(1),
+                cutlass.Int32(0),
             ]
         options = f"{QUANTISER_OPTIONS} {options}"
     return cute.compile(entry, *args, stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}")
@@ -159,9 +148,10 @@ def compile_kernel(config: KernelConfig) -> Callable[..., None]:
     Needs no GPU. Thread-safe, and processes that ask for the same kernel at the same time compile it once.
 
     Returns:
-        a function of torch tensors on one CUDA device, with the arguments that `build` lists. It checks
-        their number, device, dtype, rank, shape and strides (TypeError, ValueError) and launches on the
-        current stream.
+        a function with the arguments that `build` lists (see `cute_attn.kernels.entry`), its tensors on one
+        CUDA device. It checks their number, device, dtype, rank, shape, strides and alignment (TypeError,
+        ValueError), makes their device current while it runs, and launches on its current stream. What crosses
+        as an address it does not check.
 
     Raises:
         ValueError: `config` breaks a limit, see its `check`.
@@ -191,7 +181,7 @@ def _load_or_build(config: KernelConfig) -> Callable[..., None]:
 
 
 def configurations() -> list[KernelConfig]:
-    """Every shipped kernel: the forward kernels that a plan can name, the quantisers of the named recipes."""
+    """The kernels that every test run compiles and checks, chosen as `plan.all_forward_configs` says."""
     return [*plan.all_forward_configs(), *plan.all_quantize_configs()]
 
 
@@ -275,19 +265,26 @@ def _dynamic_smem(ir: str) -> list[int]:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def _chosen(recipes: Sequence[str], head_dims: Sequence[int], dtypes: Sequence[str]) -> list[KernelConfig]:
-    """Forward kernels and quantisers of these recipes, head dimensions and dtypes ("bf16", "fp16")."""
+def _chosen(
+    recipes: Sequence[str],
+    head_dims: Sequence[tuple[int, int]],
+    dtypes: Sequence[str],
+    groups: Sequence[int],
+) -> list[KernelConfig]:
+    """Forward kernels and quantisers of these recipes, (head_dim, head_dim_v), dtypes ("bf16", "fp16") and
+    `pack_gqa`."""
     configs: dict[KernelConfig, None] = {}
     for name in recipes:
         recipe = PRESETS[name]
-        for head_dim in head_dims:
+        for head_dim, head_dim_v in head_dims:
             for dtype in dtypes:
-                configs[plan.quantize_config(recipe, head_dim, dtype)] = None
-                for causal in (False, True):
-                    key = (head_dim, recipe.qk_dtype, causal, recipe.p_rounding, dtype)
-                    configs[plan.forward_config(*key)] = None
-    for head_dim in head_dims:
-        configs[plan.transpose_config(head_dim)] = None
+                configs[plan.quantize_config(recipe, head_dim, head_dim_v, dtype)] = None
+                for causal, group in itertools.product((False, True), groups):
+                    key = (head_dim, head_dim_v, recipe.qk_dtype, causal, recipe.p_rounding)
+                    for cluster in (1, plan.find_tile(*key).cluster):
+                        configs[plan.forward_config(*key, dtype, group, cluster)] = None
+    for _, head_dim_v in head_dims:
+        configs[plan.transpose_config(head_dim_v)] = None
     return list(configs)
 
 
@@ -314,6 +311,20 @@ def _several(allowed: Sequence[Any]) -> Callable[[str], list[Any]]:
     return parse
 
 
+def _head_dims(text: str) -> list[tuple[int, int]]:
+    """ "128,192:128" as [(128, 128), (192, 128)]."""
+    pairs = []
+    for part in text.split(","):
+        sizes = [size.strip() for size in part.split(":")]
+        if len(sizes) > 2 or not all(size.isdecimal() and int(size) in HEAD_DIMS for size in sizes):
+            raise argparse.ArgumentTypeError(
+                f"{part.strip()!r} is no multiple of 16 from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, nor two of "
+                "them as HEAD_DIM:HEAD_DIM_V"
+            )
+        pairs.append((int(sizes[0]), int(sizes[-1])))
+    return pairs
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0; 1 if a kernel did not compile or there is no disk cache to fill."""
     names, dtypes = list(PRESETS), list(plan.DTYPE_NAMES.values())
@@ -327,10 +338,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=["default"],
         help=f"of {', '.join(names)} (default: default)",
     )
+    tuned = plan.TUNED_HEAD_DIMS
     parser.add_argument(
-        "--head-dim", type=_several(HEAD_DIMS), default=list(HEAD_DIMS), help="default: all of them"
+        "--head-dim",
+        type=_head_dims,
+        default=[(d, d) for d in tuned],
+        help=f"of Q, K, V, or D:DV where V has another, like 192:128 (default: {','.join(map(str, tuned))})",
     )
     parser.add_argument("--dtype", type=_several(dtypes), default=dtypes, help="default: bf16,fp16")
+    parser.add_argument(
+        "--pack-gqa",
+        type=_several((1, 2, 4, 8, 16, 32, 64)),
+        default=[1],
+        help="query heads of a key head whose rows are packed, as for few queries (default: 1, none)",
+    )
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="default: %(default)s")
     args = parser.parse_args(argv)
     if args.jobs < 1:
@@ -339,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder is None:
         print("the disk cache is off, there is nothing to fill", file=sys.stderr)
         return 1
-    configs = _chosen(args.recipe, args.head_dim, args.dtype)
+    configs = _chosen(args.recipe, args.head_dim, args.dtype, args.pack_gqa)
     start, failed = time.perf_counter(), 0
     context = multiprocessing.get_context("spawn")  # the DSL aborts where two threads compile at once
     with concurrent.futures.ProcessPoolExecutor(min(args.jobs, len(configs)), mp_context=context) as pool:

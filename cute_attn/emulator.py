@@ -152,6 +152,7 @@ def emulate_forward(
     softmax_scale: float | None = None,
     tile_m: int = 128,
     tile_n: int = 128,
+    pack_gqa: int = 1,
     check_keys: int = 64,
     out_dtype: torch.dtype | None = None,
     two_level: bool = True,
@@ -166,10 +167,12 @@ def emulate_forward(
         qkv: quantised inputs.
         causal: key j is visible to query i iff j <= i + seqlen_k - seqlen_q.
         softmax_scale: finite and > 0; default 1/sqrt(head_dim).
-        tile_m: query rows that share a loop over key tiles. Changes results only where a tile that some row
-            of the block needs holds NaN or infinity in keys that another row must not see: that one is NaN
-            too.
+        tile_m: rows of queries that share a loop over key tiles. Changes results only where a tile that some
+            row of the block needs holds NaN or infinity in keys that another row must not see: that one is
+            NaN too.
         tile_n: keys of one tile: 64, 128 or 256.
+        pack_gqa: 1, or the query heads of a key head, where their rows share the tile_m rows of a tile: as
+            the mask is that of the query alone, it is tile_m / pack_gqa queries that share a loop.
         check_keys: keys after which P by code is checked for overflow: 32 or 64.
         out_dtype: default `qkv.dtype`.
         two_level: a fresh accumulator for each tile, added to O in float32. False keeps one accumulator
@@ -182,7 +185,7 @@ def emulate_forward(
             same.
 
     Returns:
-        out (batch, seqlen_q, heads_q, head_dim) of `out_dtype`, and lse (batch, heads_q, seqlen_q) float32,
+        out (batch, seqlen_q, heads_q, head_dim_v) of `out_dtype`, and lse (batch, heads_q, seqlen_q) float32,
         natural log. A row that sees no key has output 0 and lse -inf. A row that depends on a non-finite
         scale group, or whose logits leave float32, is NaN.
 
@@ -199,23 +202,28 @@ def emulate_forward(
         raise ValueError(f"tile_n is {tile_n}; allowed: 64, 128, 256")
     if check_keys not in (32, 64):
         raise ValueError(f"check_keys is {check_keys}; allowed: 32, 64")
-    if tile_m < 1:
-        raise ValueError(f"tile_m is {tile_m}; allowed: at least 1")
+    group = heads_q // heads_k
+    if pack_gqa not in (1, group):
+        raise ValueError(f"pack_gqa is {pack_gqa}; allowed: 1, or the query heads of a key head, {group}")
+    if tile_m < 1 or tile_m % pack_gqa:
+        raise ValueError(f"tile_m is {tile_m}; allowed: a multiple of pack_gqa, {pack_gqa}")
     if accumulator not in ("fp32", "hopper"):
         raise ValueError(f"accumulator is {accumulator!r}; allowed: 'fp32', 'hopper'")
     if row_chunk is not None and row_chunk < 1:
         raise ValueError(f"row_chunk is {row_chunk}; allowed: at least 1")
 
     device = qkv.q.device
-    group = heads_q // heads_k
-    out = torch.zeros(batch, seqlen_q, heads_q, head_dim, dtype=out_dtype or qkv.dtype, device=device)
+    head_dim_v = qkv.vt.shape[2]
+    tile_queries = tile_m // pack_gqa
+    out = torch.zeros(batch, seqlen_q, heads_q, head_dim_v, dtype=out_dtype or qkv.dtype, device=device)
     lse = torch.full((batch, heads_q, seqlen_q), -math.inf, dtype=torch.float32, device=device)
     if out.numel() == 0 or seqlen_k == 0:
         return out, lse
 
     budget = _CPU_BUDGET if device.type == "cpu" else _CUDA_BUDGET
-    row_cost = group * (tile_n if accumulator == "fp32" else _SLICE * max(tile_n, head_dim))
-    rows = row_chunk or max(min(budget // (row_cost * tile_m), -(-seqlen_q // tile_m)), 1) * tile_m
+    row_cost = group * (tile_n if accumulator == "fp32" else _SLICE * max(tile_n, head_dim_v))
+    blocks = max(min(budget // (row_cost * tile_queries), -(-seqlen_q // tile_queries)), 1)
+    rows = row_chunk or blocks * tile_queries
     heads_step = max(budget // (row_cost * min(rows, seqlen_q)), 1)
     batch_step = max(heads_step // heads_k, 1)
     # Query heads of one kv head side by side: (batch, heads_k, group, seqlen_q, ...), all views.
@@ -242,7 +250,7 @@ def emulate_forward(
                         seqlen_k=seqlen_k,
                         causal=causal,
                         softmax_scale=softmax_scale,
-                        tile_m=tile_m,
+                        tile_queries=tile_queries,
                         tile_n=tile_n,
                         check_keys=check_keys,
                         p_rounding=qkv.recipe.p_rounding,
@@ -270,7 +278,7 @@ def _attend_rows(
     seqlen_k: int,
     causal: bool,
     softmax_scale: float,
-    tile_m: int,
+    tile_queries: int,
     tile_n: int,
     check_keys: int,
     p_rounding: str,
@@ -281,11 +289,11 @@ def _attend_rows(
 
     Args:
         q: (b, h, group, rows, d) codes of rows `first_row`, `first_row` + 1, ...
-        k: (b, h, seqlen_k, d) codes; vt: (b, h, d, ceil16(seqlen_k)).
+        k: (b, h, seqlen_k, d) codes; vt: (b, h, dv, ceil16(seqlen_k)).
         q_scale: (b, h, group, rows); k_scale: (b, h, groups of 64 keys); v_scale: (b, h, groups of 256 keys).
 
     Returns:
-        out (b, h, group, rows, d) and lse (b, h, group, rows), float32, lse without the smoothing term.
+        out (b, h, group, rows, dv) and lse (b, h, group, rows), float32, lse without the smoothing term.
     """
     batch, heads, group, rows, head_dim = q.shape
     device = q.device
@@ -296,17 +304,18 @@ def _attend_rows(
     if by_code:
         row_scale = row_scale * (8.0 * CODE_UNIT)
 
-    # Keys that each row sees are 0 .. limit - 1; tiles are counted for whole blocks of tile_m rows.
+    # Keys that each row sees are 0 .. limit - 1; tiles are counted for whole blocks of tile_queries rows.
     offset = seqlen_k - seqlen_q if causal else seqlen_k
     row = torch.arange(first_row, first_row + rows, device=device)
     limit = (row + 1 + offset).clamp_(min=0, max=seqlen_k)
-    blocks = range(first_row // tile_m, (first_row + rows - 1) // tile_m + 1)
-    last_rows = [min((block + 1) * tile_m, seqlen_q) - 1 for block in blocks]
+    blocks = range(first_row // tile_queries, (first_row + rows - 1) // tile_queries + 1)
+    last_rows = [min((block + 1) * tile_queries, seqlen_q) - 1 for block in blocks]
     tiles = [-(-max(min(last + 1 + offset, seqlen_k), 0) // tile_n) for last in last_rows]
-    row_tiles = torch.tensor(tiles, device=device)[row // tile_m - blocks[0]]
+    row_tiles = torch.tensor(tiles, device=device)[row // tile_queries - blocks[0]]
 
     f32 = torch.float32  # by name: torch's default dtype is the caller's
-    o_acc = torch.zeros(batch, heads, group, rows, head_dim, dtype=f32, device=device)
+    head_dim_v = vt.shape[2]
+    o_acc = torch.zeros(batch, heads, group, rows, head_dim_v, dtype=f32, device=device)
     l_acc = torch.zeros(batch, heads, group, rows, dtype=f32, device=device)
     # code: the shift; else the reference itself
     unset = UNSET_SHIFT if by_code else -math.inf
@@ -316,7 +325,7 @@ def _attend_rows(
     for tile in range(max(tiles) - 1, -1, -1):
         # Later row blocks see at least as many tiles as earlier ones: the rows at work are a suffix.
         first_block = next(i for i, count in enumerate(tiles) if count > tile)
-        lo = max(blocks[first_block] * tile_m - first_row, 0)
+        lo = max(blocks[first_block] * tile_queries - first_row, 0)
         n = rows - lo
         start = tile * tile_n
         stop = min(start + tile_n, seqlen_k)
@@ -358,9 +367,8 @@ def _attend_rows(
         elif hopper:
             o = _hopper_matmul(p, v_tile, o.flatten(2, 3)).view_as(o)
         else:
-            o = torch.baddbmm(o.view(-1, group * n, head_dim), p.flatten(0, 1), v_tile.flatten(0, 1)).view_as(
-                o
-            )
+            o_rows = o.view(-1, group * n, head_dim_v)
+            o = torch.baddbmm(o_rows, p.flatten(0, 1), v_tile.flatten(0, 1)).view_as(o)
         o_acc[..., lo:, :] = o
         l_acc[..., lo:] = l_acc[..., lo:] * corr + row_sum.view(batch, heads, group, n)
 

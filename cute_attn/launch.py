@@ -1,30 +1,36 @@
-"""Calls of the compiled kernels: outputs, scratch, device and stream.
+"""Calls of the compiled kernels: outputs, workspace and constants of one shape, made ready for many calls.
 
-The compiled functions take torch tensors as they are (TVM-FFI), check dtype, rank, shape and strides, and
-launch on the current stream of the tensors' device. Nothing here synchronises, but for the constants that
-a device gets at its first call.
+A call allocates two tensors: the output, and a workspace with all 8-bit operands and their scales. When it returns,
+torch's allocator has the workspace back, for later work of the same stream. What a shape, a recipe and a device fix
+(sizes, offsets, compiled functions, factors) is worked out once, by `Quantiser`, `Forward` and `Attention`.
+
+The compiled functions check dtype, rank, shape and strides of the torch tensors that they take (TVM-FFI), make the
+tensors' device current and launch on its current stream. Nothing here synchronises, but for the constants that a
+device gets at its first call.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from contextlib import AbstractContextManager, nullcontext
+import operator
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from cute_attn import validate
 from cute_attn.compile import compile_kernel
 from cute_attn.kernels.config import (
     K_SCALE_GROUP,
     K_SCALE_PAD,
-    MEAN_STRIDE,
     QUANTIZE_ROWS_LIMIT,
     V_KEY_PERMUTATION,
     V_SCALE_GROUP,
     FwdConfig,
     QuantizeConfig,
 )
+from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import (
     Fp8Recipe,
     QuantizedQKV,
@@ -34,21 +40,24 @@ from cute_attn.quantize import (
     rotation_signs,
     static_amax,
 )
+from cute_attn.schedule import heads_in_turn
 
 LOG2_E = math.log2(math.e)
 
 _ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+_ALIGNMENT = 16  # bytes: what TMA and 16-byte accesses want of addresses and strides
+_PART_ALIGNMENT = 128  # bytes, of the parts of a workspace: a line of the L2 cache
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` current for a launch; free where it already is."""
-    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+_Amax = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k, v
+_NO_AMAX: _Amax = (None, None, None)
+_NO_STRIDES = (0, 0, 0)
 
 
 @lru_cache(maxsize=64)
 def _zero(device: torch.device) -> Tensor:
-    """One float32 zero, expanded wherever a kernel wants a tensor that this call has no use for.
+    """One float32 zero, which the forward kernel reads as q . mean key of every row where K was not smoothed.
 
     Copied from the host, which waits for it: a fill would come before later launches of the current stream
     alone, and this tensor serves every stream.
@@ -61,8 +70,229 @@ def _signs(head_dim: int, seed: int, device: torch.device) -> Tensor:
     return rotation_signs(head_dim, seed, device=device)
 
 
+@lru_cache(maxsize=64)
+def _sms(device: torch.device) -> int:
+    """SMs of the device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """`x`, or a contiguous copy where its address or a stride is no multiple of 16 bytes."""
+    bits = functools.reduce(operator.or_, x.stride()[:-1])
+    if (x.data_ptr() | bits * x.element_size()) % _ALIGNMENT == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def _shape_object(layout: Layout) -> object:
+    """The layout as an object that the compiled functions read as it is; a tuple is converted in every call."""
+    from tvm_ffi import Shape
+
+    return Shape(layout)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# From 16-bit tensors
+# ------------------------------------------------------------------------------------------------------------
+
+
+class Quantiser:
+    """The quantiser for one shape, recipe and device: `quantiser(q, k, v)` is a workspace with the operands.
+
+    Attributes:
+        layout: where the operands lie in a workspace.
+        layout_object: the same, for compiled functions.
+        lse: offset in bytes of room for (batch, heads_q, seqlen_q) float32, which the quantiser leaves alone.
+
+    Raises:
+        ValueError: more rows than the quantiser's grid covers.
+    """
+
+    def __init__(
+        self,
+        shape_q: tuple[int, ...],
+        shape_k: tuple[int, ...],
+        recipe: Fp8Recipe,
+        config: QuantizeConfig,
+        device: torch.device,
+    ):
+        """
+        Args:
+            shape_q: batch, seqlen_q, heads_q and more.
+            shape_k: batch, seqlen_k, heads_k and more.
+            recipe: what `config` was planned from.
+        """
+        self.batch, self.seqlen_q, self.heads_q = shape_q[:3]
+        self.seqlen_k, self.heads_k = shape_k[1:3]
+        for name, seqlen in (("q", self.seqlen_q), ("k", self.seqlen_k)):
+            if seqlen > QUANTIZE_ROWS_LIMIT:
+                raise ValueError(
+                    f"{name} has {seqlen} rows; the quantiser takes at most {QUANTIZE_ROWS_LIMIT}"
+                )
+        self.recipe, self.config = recipe, config
+        self._kernel = compile_kernel(config)
+        self._signs = _signs(config.head_dim, recipe.rotation_seed, device) if config.rotate else None
+        self._static = "static" in (config.q_mode, config.k_mode, config.v_mode)
+        self.layout, self.lse, size = self._lay_out()
+        self.layout_object = _shape_object(self.layout)
+        self._new_workspace = functools.partial(torch.empty, size, dtype=torch.uint8, device=device)
+
+    def _lay_out(self) -> tuple[Layout, int, int]:
+        """(layout, offset of lse, bytes) of a workspace. Parts are contiguous, but for the padding of K's scales."""
+        config, size = self.config, 0
+
+        def part(*extents: int, item: int) -> tuple[int, ...]:
+            """Offset and strides, the last one (1) left out."""
+            nonlocal size
+            offset = _ceil_div(size, _PART_ALIGNMENT) * _PART_ALIGNMENT
+            size = offset + item * math.prod(extents)
+            return offset, *(math.prod(extents[i + 1 :]) for i in range(len(extents) - 1))
+
+        batch, seqlen_q, heads_q = self.batch, self.seqlen_q, self.heads_q
+        seqlen_k, heads_k = self.seqlen_k, self.heads_k
+        padded_k = _ceil_div(seqlen_k, V_KEY_PERMUTATION) * V_KEY_PERMUTATION
+        k_groups = _ceil_div(seqlen_k, K_SCALE_GROUP * K_SCALE_PAD) * K_SCALE_PAD
+        layout = Layout._make(
+            (
+                seqlen_k,
+                heads_k,
+                *part(batch, seqlen_q, heads_q, config.head_dim, item=1),
+                *part(batch, seqlen_k, heads_k, config.head_dim, item=1),
+                *part(batch, heads_k, config.head_dim_v, padded_k, item=1),
+                *part(batch, heads_q, seqlen_q, item=4),
+                1,
+                *part(batch, heads_k, k_groups, item=4),
+                *part(batch, heads_k, _ceil_div(seqlen_k, V_SCALE_GROUP), item=4),
+                *(0, 0, 0, 0, 0),  # nothing of the mean key
+            )
+        )
+        if config.smooth:
+            q_dot, q_dot_batch, q_dot_head = part(batch, heads_q, seqlen_q, item=4)
+            sums = part(batch, mean_chunks(seqlen_k)[1], heads_k, config.head_dim, item=4)[0]
+            layout = layout._replace(
+                q_dot=q_dot, q_dot_batch=q_dot_batch, q_dot_head=q_dot_head, q_dot_row=1, sums=sums
+            )
+        lse = part(batch, heads_q, seqlen_q, item=4)[0]
+        return layout, lse, _ceil_div(size, _PART_ALIGNMENT) * _PART_ALIGNMENT
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_mean: Tensor | None = None,
+        rotary: Rotary | None = None,
+    ) -> Tensor:
+        """Quantise q (batch, seqlen_q, heads_q, head_dim), k and v, of the shapes, dtype and device planned for.
+
+        A tensor whose address or strides are no multiples of 16 bytes is copied first. The compiled function
+        tells: it checks them in every call anyway.
+
+        Args:
+            k_mean: (batch, heads_k, head_dim) float32 to subtract from K where the recipe smooths; default
+                `mean_key(k)`.
+            rotary: what `config.rotary` names, from `check_rotary`.
+
+        Returns:
+            The workspace, see `layout`.
+
+        Raises:
+            TypeError, ValueError: a tensor is none of those planned for; nothing was launched.
+        """
+        workspace = self._new_workspace()
+        base = workspace.data_ptr()
+        cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
+        amax, given = _NO_AMAX, 0
+        if self._static or k_mean is not None:
+            amax, given = self._passes_before(q, k, v, k_mean, rotary, workspace)
+        try:
+            self._kernel(q, k, v, self._signs, *amax, base, self.layout_object, cos, sin, given)
+            return workspace
+        except Exception as error:
+            refused = error
+        validate.check_inputs(q, k, v)  # names the argument, unless it is one that only needs another place
+        inputs = (q, k, v, cos, sin)
+        aligned = [None if x is None else _aligned(x) for x in inputs]
+        if all(x is y for x, y in zip(aligned, inputs, strict=True)):
+            raise refused
+        *qkv, cos, sin = aligned
+        self._kernel(*qkv, self._signs, *amax, base, self.layout_object, cos, sin, given)
+        return workspace
+
+    def _passes_before(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_mean: Tensor | None,
+        rotary: Rotary | None,
+        workspace: Tensor,
+    ) -> tuple[_Amax, int]:
+        """What is wanted before the kernel runs: largest magnitudes, and whether the mean key is in the workspace."""
+        validate.check_inputs(q, k, v)
+        smooth = self.recipe.smooth_k
+        if smooth and k_mean is None and self.config.k_mode == "static":
+            k_mean = mean_key(k, rotary)
+        amax = self._largest(q, k, v, k_mean, rotary)
+        if not smooth or k_mean is None:
+            return amax, 0
+        shape, at = k_mean.shape, self.layout.sums
+        workspace[at : at + 4 * k_mean.numel()].view(torch.float32).view(shape).copy_(k_mean)
+        return amax, 1
+
+    def _largest(
+        self, q: Tensor, k: Tensor, v: Tensor, k_mean: Tensor | None, rotary: Rotary | None
+    ) -> _Amax:
+        """Largest magnitudes (batch, heads) of the tensors whose scale wants them before the kernel runs."""
+        config, recipe, signs = self.config, self.recipe, self._signs
+        amax_q = amax_k = amax_v = None
+        if config.q_mode == "static":
+            first = self.seqlen_k - self.seqlen_q  # position of the first query
+            amax_q = static_amax(q, recipe.q_scale, signs=signs, rotary=rotary, first=first)  # type: ignore[arg-type]
+        if config.k_mode == "static":
+            amax_k = static_amax(k, recipe.k_scale, mean=k_mean, signs=signs, rotary=rotary)  # type: ignore[arg-type]
+        if config.v_mode == "static":
+            amax_v = static_amax(v, recipe.v_scale)  # type: ignore[arg-type]
+        return amax_q, amax_k, amax_v
+
+    def operands(self, workspace: Tensor, dtype: torch.dtype) -> QuantizedQKV:
+        """The operands in a workspace as tensors, which are views of it; `dtype` is that of q, k, v."""
+        at, config = self.layout, self.config
+        codes, e4m3 = workspace.view(_CODES[config.qk_dtype]), workspace.view(torch.float8_e4m3fn)
+        floats = workspace.view(torch.float32)
+        batch, heads_q, heads_k = self.batch, self.heads_q, self.heads_k
+        seqlen_q, seqlen_k = self.seqlen_q, self.seqlen_k
+        rows = (batch, heads_q, seqlen_q)
+        k_groups, v_groups = _ceil_div(seqlen_k, K_SCALE_GROUP), _ceil_div(seqlen_k, V_SCALE_GROUP)
+        padded_k = _ceil_div(seqlen_k, V_KEY_PERMUTATION) * V_KEY_PERMUTATION
+        return QuantizedQKV(
+            q=codes.as_strided(
+                (batch, seqlen_q, heads_q, config.head_dim), (at.q_batch, at.q_row, at.q_head, 1), at.q
+            ),
+            k=codes.as_strided(
+                (batch, seqlen_k, heads_k, config.head_dim), (at.k_batch, at.k_row, at.k_head, 1), at.k
+            ),
+            vt=e4m3.as_strided(
+                (batch, heads_k, config.head_dim_v, padded_k), (at.vt_batch, at.vt_head, at.vt_dim, 1), at.vt
+            ),
+            q_scale=floats.as_strided(rows, (at.q_scale_batch, at.q_scale_head, 1), at.q_scale // 4),
+            k_scale=floats.as_strided(
+                (batch, heads_k, k_groups), (at.k_scale_batch, at.k_scale_head, 1), at.k_scale // 4
+            ),
+            v_scale=floats.as_strided(
+                (batch, heads_k, v_groups), (at.v_scale_batch, at.v_scale_head, 1), at.v_scale // 4
+            ),
+            q_dot_mean=floats.as_strided(rows, (at.q_dot_batch, at.q_dot_head, 1), at.q_dot // 4)
+            if config.smooth
+            else None,
+            seqlen_k=seqlen_k,
+            recipe=self.recipe,
+            dtype=dtype,
+        )
 
 
 def launch_quantize(
@@ -79,101 +309,17 @@ def launch_quantize(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim) bf16 or fp16 on a CUDA device, last stride 1.
-        k: (batch, seqlen_k, heads_k, head_dim), likewise.
-        v: (batch, seqlen_k, heads_k, head_dim_v), likewise.
+        k, v: (batch, seqlen_k, heads_k, head_dim), likewise; head_dim_v of v is that of `config`.
         recipe: what `config` was planned from.
         k_mean: (batch, heads_k, head_dim) float32 to subtract from K where the recipe smooths; default
             `mean_key(k)`.
-        rotary: what `config.rotary` names, checked by `check_rotary`; rows of cos and sin 16-byte aligned.
+        rotary: what `config.rotary` names, from `check_rotary`.
 
     Raises:
         ValueError: more rows than the quantiser's grid covers.
     """
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    _, seqlen_k, heads_k, _ = k.shape
-    for name, seqlen in (("q", seqlen_q), ("k", seqlen_k)):
-        if seqlen > QUANTIZE_ROWS_LIMIT:
-            raise ValueError(f"{name} has {seqlen} rows; the quantiser takes at most {QUANTIZE_ROWS_LIMIT}")
-    device = q.device
-    with _on(device):
-        zero = _zero(device)
-        rotate = recipe.rotation == "hadamard"
-        signs = _signs(head_dim, recipe.rotation_seed, device) if rotate else zero.expand(head_dim)
-        if recipe.smooth_k and k_mean is None and config.k_mode == "static":
-            k_mean = mean_key(k, rotary)  # wanted below, before any kernel runs
-        # What the mean key is made of: its sums over chunks, which the kernels leave there, or itself, as one sum.
-        chunk, count = 0, 1
-        if not recipe.smooth_k:
-            sums = zero.expand(batch, 1, heads_k, head_dim)
-        elif k_mean is not None:
-            sums = k_mean.unsqueeze(1)
-        else:
-            chunk, chunks = mean_chunks(seqlen_k)
-            count = _ceil_div(seqlen_k, MEAN_STRIDE)
-            sums = torch.empty((batch, chunks, heads_k, head_dim), dtype=torch.float32, device=device)
-        amax_q = amax_k = amax_v = None
-        if config.q_mode == "static":
-            amax_q = static_amax(
-                q,
-                recipe.q_scale,  # type: ignore[arg-type]
-                signs=signs if rotate else None,
-                rotary=rotary,
-                first=seqlen_k - seqlen_q,
-            )
-        if config.k_mode == "static":
-            amax_k = static_amax(
-                k,
-                recipe.k_scale,  # type: ignore[arg-type]
-                mean=k_mean,
-                signs=signs if rotate else None,
-                rotary=rotary,
-            )
-        if config.v_mode == "static":
-            amax_v = static_amax(v, recipe.v_scale)  # type: ignore[arg-type]
-        code = _CODES[recipe.qk_dtype]
-        q8 = torch.empty((batch, seqlen_q, heads_q, head_dim), dtype=code, device=device)
-        k8 = torch.empty((batch, seqlen_k, heads_k, head_dim), dtype=code, device=device)
-        padded = _ceil_div(seqlen_k, V_KEY_PERMUTATION) * V_KEY_PERMUTATION
-        vt = torch.empty((batch, heads_k, v.shape[3], padded), dtype=torch.float8_e4m3fn, device=device)
-        q_scale = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
-        q_dot = torch.empty_like(q_scale) if recipe.smooth_k else q_scale  # else not written
-        k_groups, v_groups = _ceil_div(seqlen_k, K_SCALE_GROUP), _ceil_div(seqlen_k, V_SCALE_GROUP)
-        k_width = _ceil_div(k_groups, K_SCALE_PAD) * K_SCALE_PAD
-        k_scale = torch.empty((batch, heads_k, k_width), dtype=torch.float32, device=device)[..., :k_groups]
-        v_scale = torch.empty((batch, heads_k, v_groups), dtype=torch.float32, device=device)
-        compile_kernel(config)(
-            q,
-            k,
-            v,
-            signs,
-            sums,
-            zero.expand(batch, heads_q) if amax_q is None else amax_q,
-            zero.expand(batch, heads_k) if amax_k is None else amax_k,
-            zero.expand(batch, heads_k) if amax_v is None else amax_v,
-            q8,
-            k8,
-            vt,
-            q_scale,
-            k_scale,
-            v_scale,
-            q_dot,
-            None if rotary is None else rotary.cos,
-            None if rotary is None else rotary.sin,
-            chunk,
-            count,
-        )
-    return QuantizedQKV(
-        q=q8,
-        k=k8,
-        vt=vt,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        q_dot_mean=q_dot if recipe.smooth_k else None,
-        seqlen_k=seqlen_k,
-        recipe=recipe,
-        dtype=q.dtype,
-    )
+    quantiser = Quantiser(q.shape, k.shape, recipe, config, q.device)
+    return quantiser.operands(quantiser(q, k, v, k_mean, rotary), q.dtype)
 
 
 def launch_transpose_v(v: Tensor, config: QuantizeConfig) -> Tensor:
@@ -184,10 +330,14 @@ def launch_transpose_v(v: Tensor, config: QuantizeConfig) -> Tensor:
     """
     batch, seqlen_k, heads_k, head_dim = v.shape
     padded = _ceil_div(seqlen_k, V_KEY_PERMUTATION) * V_KEY_PERMUTATION
-    with _on(v.device):
-        vt = torch.empty((batch, heads_k, head_dim, padded), dtype=v.dtype, device=v.device)
-        compile_kernel(config)(v, vt)
+    vt = torch.empty((batch, heads_k, head_dim, padded), dtype=v.dtype, device=v.device)
+    compile_kernel(config)(_aligned(v), vt)
     return vt
+
+
+# ------------------------------------------------------------------------------------------------------------
+# From 8-bit operands
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _padded_rows(k_scale: Tensor) -> Tensor:
@@ -199,7 +349,76 @@ def _padded_rows(k_scale: Tensor) -> Tensor:
     aligned = s2 == 1 and s0 % K_SCALE_PAD == 0 and s1 % K_SCALE_PAD == 0 and k_scale.data_ptr() % 16 == 0
     if aligned and 4 * end <= k_scale.untyped_storage().nbytes():
         return k_scale
-    return torch.nn.functional.pad(k_scale, (0, width - groups), value=1.0).contiguous()[..., :groups]
+    padded = torch.nn.functional.pad(k_scale, (0, width - groups), value=1.0).contiguous()
+    return padded[..., :groups]
+
+
+class Forward:
+    """The forward kernel for one shape of the output, mask, scale and device: `forward(qkv)` is (out, lse).
+
+    Attributes:
+        kernel: the compiled function, see `FwdEntry`; addresses that it gets must hold until it returns.
+        new_out, new_lse: allocate results.
+        zero: address of a zero, for rows that have no product with a mean key.
+        factors: last arguments of `kernel`.
+    """
+
+    def __init__(
+        self,
+        shape_out: tuple[int, ...],
+        shape_k: tuple[int, ...],
+        config: FwdConfig,
+        softmax_scale: float,
+        device: torch.device,
+    ):
+        """
+        Args:
+            shape_out: (batch, seqlen_q, heads_q, head_dim_v).
+            shape_k: batch, seqlen_k, heads_k and more.
+        """
+        batch, seqlen_q, heads_q, _ = shape_out
+        sms = _sms(device)
+        turn = heads_in_turn(config, batch, heads_q, shape_k[2], seqlen_q, shape_k[1], sms)
+        self.kernel = compile_kernel(config)
+        self.new_out = functools.partial(
+            torch.empty, *shape_out, dtype=_ELEMENTS[config.out_dtype], device=device
+        )
+        self.new_lse = functools.partial(
+            torch.empty, batch, heads_q, seqlen_q, dtype=torch.float32, device=device
+        )
+        self._zero = _zero(device)  # held as long as its address
+        self.zero = self._zero.data_ptr()
+        self.factors = (softmax_scale, softmax_scale * LOG2_E, sms, turn)
+
+    def __call__(self, qkv: QuantizedQKV) -> tuple[Tensor, Tensor]:
+        """For operands that `validate.check_quantized` accepts."""
+        q, k, vt = _aligned(qkv.q), _aligned(qkv.k), _aligned(qkv.vt)
+        k_scale = _padded_rows(qkv.k_scale)
+        v_scale = qkv.v_scale if qkv.v_scale.stride(2) == 1 else qkv.v_scale.contiguous()
+        dot = qkv.q_dot_mean
+        layout = (  # the fields of Layout; as it is made anew in every call, a tuple serves
+            qkv.seqlen_k,
+            k.shape[2],
+            q.data_ptr(),
+            *q.stride()[:3],
+            k.data_ptr(),
+            *k.stride()[:3],
+            vt.data_ptr(),
+            *vt.stride()[:3],
+            qkv.q_scale.data_ptr(),
+            *qkv.q_scale.stride(),
+            k_scale.data_ptr(),
+            *k_scale.stride()[:2],
+            v_scale.data_ptr(),
+            *v_scale.stride()[:2],
+            0,
+            *(_NO_STRIDES if dot is None else dot.stride()),
+            0,
+        )
+        out, lse = self.new_out(), self.new_lse()
+        lse_add = self.zero if dot is None else dot.data_ptr()
+        self.kernel(out, 0, lse.data_ptr(), lse_add, layout, *self.factors)
+        return out, lse
 
 
 def launch_forward(
@@ -208,29 +427,52 @@ def launch_forward(
     """Run the compiled forward kernel of `config`.
 
     Returns:
-        (out, lse): (batch, seqlen_q, heads_q, head_dim) of `out_dtype`, (batch, heads_q, seqlen_q) float32.
+        (out, lse): (batch, seqlen_q, heads_q, head_dim_v) of `out_dtype`, (batch, heads_q, seqlen_q) float32.
     """
     assert config.causal == causal and _ELEMENTS[config.out_dtype] == out_dtype, "plan and call disagree"
-    q = qkv.q
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    device = q.device
-    with _on(device):
-        out = torch.empty((batch, seqlen_q, heads_q, head_dim), dtype=out_dtype, device=device)
-        lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
-        lse_add = qkv.q_dot_mean
-        if lse_add is None:
-            lse_add = _zero(device).expand(batch, heads_q, seqlen_q)
-        compile_kernel(config)(
-            q,
-            qkv.k,
-            qkv.vt,
-            qkv.q_scale,
-            _padded_rows(qkv.k_scale),
-            qkv.v_scale if qkv.v_scale.stride(2) == 1 else qkv.v_scale.contiguous(),
-            lse_add,
-            out,
-            lse,
-            softmax_scale,
-            softmax_scale * LOG2_E,
-        )
-    return out, lse
+    shape = (*qkv.q.shape[:3], config.head_dim_v)
+    return Forward(shape, qkv.k.shape, config, softmax_scale, qkv.q.device)(qkv)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Both
+# ------------------------------------------------------------------------------------------------------------
+
+
+class Attention:
+    """Quantising and attending for one shape, recipe, mask, scale and device, with the operands in a workspace."""
+
+    def __init__(
+        self,
+        shape_q: tuple[int, ...],
+        shape_k: tuple[int, ...],
+        recipe: Fp8Recipe,
+        quantize_config: QuantizeConfig,
+        config: FwdConfig,
+        softmax_scale: float,
+        device: torch.device,
+    ):
+        """
+        Args:
+            shape_q: batch, seqlen_q, heads_q and more.
+            shape_k: batch, seqlen_k, heads_k and more.
+            recipe, quantize_config, config: of one plan.
+        """
+        self._quantiser = Quantiser(shape_q, shape_k, recipe, quantize_config, device)
+        self._forward = Forward((*shape_q[:3], config.head_dim_v), shape_k, config, softmax_scale, device)
+        self._lse = self._quantiser.lse
+        self._q_dot = self._quantiser.layout.q_dot if quantize_config.smooth else None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, rotary: Rotary | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Out (batch, seqlen_q, heads_q, head_dim_v), or (out, lse). Errors as those of `Quantiser.__call__`."""
+        quantiser, forward = self._quantiser, self._forward
+        workspace = quantiser(q, k, v, None, rotary)
+        base = workspace.data_ptr()
+        lse_add = forward.zero if self._q_dot is None else base + self._q_dot
+        out = forward.new_out()
+        lse = forward.new_lse() if return_lse else None
+        lse_at = base + self._lse if lse is None else lse.data_ptr()
+        forward.kernel(out, base, lse_at, lse_add, quantiser.layout_object, *forward.factors)
+        return out if lse is None else (out, lse)

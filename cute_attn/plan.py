@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from cute_attn.kernels.config import SMEM_LIMIT, WARPGROUP, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import HEAD_DIMS, SMEM_LIMIT, WARPGROUP, FwdConfig, QuantizeConfig
 from cute_attn.problem import Problem
 from cute_attn.quantize import PRESETS, Fp8Recipe
-from cute_attn.validate import HEAD_DIMS, check_backend
+from cute_attn.validate import check_backend
 
 DTYPE_NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 P_ROUNDINGS: Final = ("code", "ex2", "cast")
 P_ROUNDINGS_OF: Final = {"e4m3": P_ROUNDINGS, "int8": ("code", "ex2")}
 """Roundings of P that kernels exist for, by the operands of Q K^T: "cast" is a baseline, of e4m3 alone."""
 QK_DTYPES: Final = tuple(P_ROUNDINGS_OF)
+WARPGROUP_ROWS: Final = 64  # query rows of a consumer warpgroup; packed, it holds whole groups of heads
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -30,19 +32,18 @@ QK_DTYPES: Final = tuple(P_ROUNDINGS_OF)
 # ------------------------------------------------------------------------------------------------------------
 
 
-_TileKey = tuple[int, str, bool, str]
-
-
 @dataclass(frozen=True)
 class Tile:
     """One row of the tile table: what it serves, the choices, and the reason for them.
 
-    It serves each combination of `head_dim`, `qk_dtypes`, `causals` and `p_roundings` that kernels exist for
-    (see `P_ROUNDINGS_OF`). `tile_m`, `tile_n`, `kv_stages`, `qk_splits`, `pv_splits`, `check_keys`
-    and the register counts are those of `FwdConfig`.
+    It serves each combination of `qk_dtypes`, `causals` and `p_roundings` that kernels exist for (see
+    `P_ROUNDINGS_OF`), up to `head_dim` columns of Q and K and `head_dim_v` of V, unless a row above it does.
+    `tile_m`, `tile_n`, `kv_stages`, `qk_splits`, `pv_part`, `check_keys` and the register counts are those of
+    `FwdConfig`.
     """
 
     head_dim: int
+    head_dim_v: int
     why: str
     tile_n: int
     qk_dtypes: tuple[str, ...] = QK_DTYPES
@@ -51,37 +52,42 @@ class Tile:
     tile_m: int = 128
     kv_stages: int = 2
     qk_splits: int = 1
-    pv_splits: int = 1
+    pv_part: int = 256
     check_keys: int = 64
     consumer_regs: int = 240
     producer_regs: int = 24
+    cluster: int = 1  # where a head has tiles enough, see `_choose_cluster`
 
-    @property
-    def keys(self) -> list[_TileKey]:
-        """What the row serves, as (head_dim, qk_dtype, causal, p_rounding)."""
-        return [
-            (self.head_dim, qk_dtype, causal, p_rounding)
-            for qk_dtype, causal, p_rounding in itertools.product(
-                self.qk_dtypes, self.causals, self.p_roundings
-            )
-            if p_rounding in P_ROUNDINGS_OF[qk_dtype]
-        ]
+    def serves(self, head_dim: int, head_dim_v: int, qk_dtype: str, causal: bool, p_rounding: str) -> bool:
+        """Whether its limits hold; the first row of `TILES` that says so is the one that counts."""
+        return (
+            head_dim <= self.head_dim
+            and head_dim_v <= self.head_dim_v
+            and qk_dtype in self.qk_dtypes
+            and causal in self.causals
+            and p_rounding in self.p_roundings
+            and p_rounding in P_ROUNDINGS_OF[qk_dtype]
+        )
 
 
-_D64_FULL: Final = (
-    "at head_dim 64 the chain of product, softmax and product is long against the tensor core's work in it: a "
-    "third consumer warpgroup fills the gaps, and 128 keys a step keep the scores within the 160 registers "
+_SMALL_FULL: Final = (
+    "up to head_dim 64 the chain of product, softmax and product is long beside the tensor core's work: "
+    "a third consumer warpgroup fills the gaps, and 128 keys a step keep the scores within the 160 registers "
     "that three leave to a thread"
 )
-_D64_CAUSAL: Final = (
+_SMALL_CAUSAL: Final = (
     "a block of rows also computes keys that its diagonal tiles hide: blocks of 192 rows waste more there "
     "than their third consumer warpgroup gains"
 )
-_D128: Final = (
+_MIDDLE: Final = (
     "256 keys a step halve what a key pays for waits, folds of P V into O and checks for overflow; the scores "
-    "share registers with the fresh accumulator of P V"
+    "share registers with the fresh accumulator of P V, and two stages of K and V fit up to head_dim 192 "
+    "with 128 columns of V"
 )
-_D256: Final = "O takes 128 registers a thread, so P V is accumulated one part of head_dim after the other"
+_LARGE: Final = (
+    "two stages of K and V, up to 256 columns wide, leave room for 128 keys a step, and O takes up to 128 "
+    "registers a thread"
+)
 _HALVES: Final = "Q K^T comes in halves, softmax of one under the product of the other"
 _WHOLE: Final = "exp2 wants the maximum over the tile, so Q K^T comes in one piece"
 _EX2: Final = ("ex2", "cast")
@@ -89,6 +95,7 @@ _EX2: Final = ("ex2", "cast")
 TILES: Final = (
     Tile(
         head_dim=64,
+        head_dim_v=64,
         causals=(False,),
         p_roundings=("code",),
         tile_m=192,
@@ -97,10 +104,11 @@ TILES: Final = (
         qk_splits=2,
         consumer_regs=160,
         producer_regs=32,
-        why=f"{_D64_FULL}; {_HALVES}",
+        why=f"{_SMALL_FULL}; {_HALVES}",
     ),
     Tile(
         head_dim=64,
+        head_dim_v=64,
         causals=(False,),
         p_roundings=_EX2,
         tile_m=192,
@@ -108,80 +116,113 @@ TILES: Final = (
         kv_stages=4,
         consumer_regs=160,
         producer_regs=32,
-        why=f"{_D64_FULL}; {_WHOLE}",
+        why=f"{_SMALL_FULL}; {_WHOLE}",
     ),
     Tile(
         head_dim=64,
+        head_dim_v=64,
         causals=(True,),
         p_roundings=("code",),
         tile_n=256,
         qk_splits=2,
-        why=f"{_D64_CAUSAL}; O is small enough for 256 keys a step, which halve the waits; {_HALVES}",
+        why=f"{_SMALL_CAUSAL}; O is small enough for 256 keys a step, which halve the waits; {_HALVES}",
     ),
     Tile(
         head_dim=64,
+        head_dim_v=64,
         qk_dtypes=("e4m3",),
         causals=(True,),
         p_roundings=_EX2,
         tile_n=256,
-        why=f"{_D64_CAUSAL}; O is small enough for 256 keys a step, which halve the waits; {_WHOLE}",
+        why=f"{_SMALL_CAUSAL}; O is small enough for 256 keys a step, which halve the waits; {_WHOLE}",
     ),
     Tile(
         head_dim=64,
+        head_dim_v=64,
         qk_dtypes=("int8",),
         causals=(True,),
         p_roundings=_EX2,
         tile_n=128,
         kv_stages=4,
-        why=f"{_D64_CAUSAL}; exp2 of int8 scores would spill registers at 256 keys a step, so it takes 128; "
-        f"{_WHOLE}",
+        why=f"{_SMALL_CAUSAL}; exp2 of int8 scores would spill registers at 256 keys a step, so it takes "
+        f"128; {_WHOLE}",
     ),
     Tile(
-        head_dim=128,
+        head_dim=192,
+        head_dim_v=128,
         p_roundings=("code",),
         tile_n=256,
         qk_splits=2,
-        why=f"{_D128}; {_HALVES}",
+        cluster=2,
+        why=f"{_MIDDLE}; {_HALVES}",
     ),
     Tile(
-        head_dim=128,
+        head_dim=192,
+        head_dim_v=128,
         p_roundings=_EX2,
         tile_n=256,
-        why=f"{_D128}; {_WHOLE}",
+        why=f"{_MIDDLE}; {_WHOLE}",
     ),
     Tile(
         head_dim=256,
+        head_dim_v=256,
         p_roundings=("code",),
         tile_n=128,
         qk_splits=2,
-        pv_splits=4,
-        why=f"{_D256}, in quarters, each folded under the product of the next; {_HALVES}",
+        pv_part=64,
+        cluster=2,
+        why=f"{_LARGE}, so P V is accumulated 64 columns at a time, each part folded under the product of "
+        f"the next; {_HALVES}",
     ),
     Tile(
         head_dim=256,
+        head_dim_v=256,
         p_roundings=_EX2,
         tile_n=128,
-        pv_splits=2,
-        why=f"{_D256}, in halves; {_WHOLE}",
+        pv_part=128,
+        why=f"{_LARGE}, so P V is accumulated 128 columns at a time; {_WHOLE}",
     ),
 )
-"""Every (head_dim, qk_dtype, causal, p_rounding) that kernels exist for is served by exactly one row.
+"""The first row whose limits hold serves: there is one for every (head_dim, head_dim_v) of `HEAD_DIMS`, mask,
+operands of Q K^T and rounding of P that exist.
 
-The sizes are those of the fastest variants with P by code on an H200 (scripts/tune.py); the other roundings,
-which are there for comparison, take the same where it compiles without spills.
+The sizes are those of the fastest variants with P by code at head_dim 64, 128 and 256 on an H200
+(scripts/tune.py). Other head dimensions take those of the next larger one; the other roundings, which are
+there for comparison, take the same where it compiles without spills.
 """
 
-_TILE_OF: Final[dict[_TileKey, Tile]] = {key: tile for tile in TILES for key in tile.keys}
+
+def find_tile(head_dim: int, head_dim_v: int, qk_dtype: str, causal: bool, p_rounding: str) -> Tile:
+    """The row of `TILES` that serves these properties of a problem.
+
+    Raises KeyError where there is none: for a head_dim that `HEAD_DIMS` does not hold, or a rounding that
+    does not exist for `qk_dtype`, which no recipe asks for (see `P_ROUNDINGS_OF`).
+    """
+    if head_dim in HEAD_DIMS and head_dim_v in HEAD_DIMS:
+        for tile in TILES:
+            if tile.serves(head_dim, head_dim_v, qk_dtype, causal, p_rounding):
+                return tile
+    raise KeyError((head_dim, head_dim_v, qk_dtype, causal, p_rounding))
 
 
-def forward_config(head_dim: int, qk_dtype: str, causal: bool, p_rounding: str, out_dtype: str) -> FwdConfig:
+def forward_config(
+    head_dim: int,
+    head_dim_v: int,
+    qk_dtype: str,
+    causal: bool,
+    p_rounding: str,
+    out_dtype: str,
+    pack_gqa: int = 1,
+    cluster: int = 1,
+) -> FwdConfig:
     """The forward kernel for these properties of a problem; `out_dtype` is "bf16" or "fp16".
 
-    Raises KeyError where no such kernel exists, which no recipe asks for (see `P_ROUNDINGS_OF`).
+    Raises KeyError where no such kernel exists, see `find_tile`.
     """
-    tile = _TILE_OF[head_dim, qk_dtype, causal, p_rounding]
+    tile = find_tile(head_dim, head_dim_v, qk_dtype, causal, p_rounding)
     return FwdConfig(
         head_dim=head_dim,
+        head_dim_v=head_dim_v,
         tile_m=tile.tile_m,
         tile_n=tile.tile_n,
         kv_stages=tile.kv_stages,
@@ -193,17 +234,22 @@ def forward_config(head_dim: int, qk_dtype: str, causal: bool, p_rounding: str, 
         producer_regs=tile.producer_regs,
         check_keys=tile.check_keys,
         qk_splits=tile.qk_splits,
-        pv_splits=tile.pv_splits,
+        pv_part=tile.pv_part,
+        pack_gqa=pack_gqa,
+        cluster=cluster,
     )
 
 
-def quantize_config(recipe: Fp8Recipe, head_dim: int, in_dtype: str) -> QuantizeConfig:
-    """The quantiser for a recipe; `in_dtype` is "bf16" or "fp16".
+def quantize_config(
+    recipe: Fp8Recipe, head_dim: int, head_dim_v: int, in_dtype: str, rotary: str = "none"
+) -> QuantizeConfig:
+    """The quantiser for a recipe; `in_dtype` is "bf16" or "fp16", `rotary` "none", "half" or "interleaved".
 
     Scales of a tensor or a head need the largest magnitude before the kernel runs: to it both are "static".
     """
     return QuantizeConfig(
         head_dim=head_dim,
+        head_dim_v=head_dim_v,
         in_dtype=in_dtype,
         qk_dtype=recipe.qk_dtype,
         q_mode=recipe.q_scale if recipe.q_scale in ("token", "block") else "static",
@@ -211,13 +257,15 @@ def quantize_config(recipe: Fp8Recipe, head_dim: int, in_dtype: str) -> Quantize
         v_mode="block" if recipe.v_scale == "block" else "static",
         rotate=recipe.rotation == "hadamard",
         smooth=recipe.smooth_k,
+        rotary=rotary,
     )
 
 
-def transpose_config(head_dim: int) -> QuantizeConfig:
+def transpose_config(head_dim_v: int) -> QuantizeConfig:
     """The quantiser that only transposes a ready e4m3 V; its other fields carry no choice."""
     return QuantizeConfig(
-        head_dim=head_dim,
+        head_dim=head_dim_v,
+        head_dim_v=head_dim_v,
         in_dtype="e4m3",
         qk_dtype="e4m3",
         q_mode="static",
@@ -228,53 +276,99 @@ def transpose_config(head_dim: int) -> QuantizeConfig:
     )
 
 
+TUNED_HEAD_DIMS: Final = (64, 128, 256)
+"""The head dimensions whose tiles were chosen by measurement; the others take a row of theirs."""
+
+# Unlike (head_dim, head_dim_v) that the sample below takes: edges and insides of the tile classes.
+_MIXED_HEAD_DIMS: Final = ((64, 256), (256, 64), (96, 64), (32, 128), (208, 144), (256, 240))
+
+
 def all_forward_configs() -> list[FwdConfig]:
-    """Every forward kernel that a plan can name."""
-    return [
-        forward_config(head_dim, qk_dtype, causal, p_rounding, out_dtype)
-        for head_dim, qk_dtype, causal, p_rounding in _TILE_OF
-        for out_dtype in DTYPE_NAMES.values()
-    ]
+    """The forward kernels that every test run compiles and checks, of the thousands that a plan can name.
 
+    - head_dim 64, 128 and 256, the tuned ones: every mask, operand type and rounding of P; output in fp16,
+      which changes only the last conversion, with P by code alone.
+    - Every other head_dim, since widths, swizzles and parts of P V depend on it: P by code, two kernels each, in
+      clusters where the tile has them. The pairs (e4m3 full, int8 causal) and (int8 full, e4m3 causal) take turns.
+    - Some pairs of unlike head_dim and head_dim_v likewise, and 128, 256 and 192/128 (prefill of multi-head latent
+      attention) with every mask and operand type.
+    - Packed GQA, for each class of tiles and the smallest, a middle and the largest group.
 
-def all_quantize_configs() -> list[QuantizeConfig]:
-    """The quantisers of the named recipes and of ready e4m3 tensors, without duplicates.
-
-    A recipe of one's own may need another one; it is compiled on first use like these.
+    Everything else is compiled on first use by the same code.
     """
+    masks = (False, True)
     configs = [
-        quantize_config(recipe, head_dim, in_dtype)
-        for recipe in PRESETS.values()
-        for head_dim in HEAD_DIMS
-        for in_dtype in DTYPE_NAMES.values()
+        forward_config(d, d, qk_dtype, causal, p_rounding, out_dtype)
+        for d, qk_dtype, causal in itertools.product(TUNED_HEAD_DIMS, QK_DTYPES, masks)
+        for p_rounding in P_ROUNDINGS_OF[qk_dtype]
+        for out_dtype in (DTYPE_NAMES.values() if p_rounding == "code" else ("bf16",))
     ]
-    configs += [transpose_config(head_dim) for head_dim in HEAD_DIMS]
+    clustered = list(itertools.product(((128, 128), (192, 128), (256, 256)), QK_DTYPES, masks))
+    others = [(d, d) for d in HEAD_DIMS if d not in TUNED_HEAD_DIMS]
+    for turn, pair in enumerate((*others, *_MIXED_HEAD_DIMS)):
+        clustered += [(pair, QK_DTYPES[(turn + causal) % 2], causal) for causal in masks]
+    for pair, qk_dtype, causal in clustered:
+        cluster = find_tile(*pair, qk_dtype, causal, "code").cluster
+        configs.append(forward_config(*pair, qk_dtype, causal, "code", "bf16", cluster=cluster))
+    for turn, (d, group) in enumerate(itertools.product(TUNED_HEAD_DIMS, (2, 8, 64))):
+        configs.append(
+            forward_config(d, d, QK_DTYPES[turn % 2], bool(turn // 2 % 2), "code", "bf16", pack_gqa=group)
+        )
     return list(dict.fromkeys(configs))
 
 
-def tile_table() -> list[dict[str, object]]:
-    """The tile table, one flat dict for each key, with what it costs: for printing and for tests."""
+def all_quantize_configs() -> list[QuantizeConfig]:
+    """The quantisers that every test run compiles and checks, without duplicates.
+
+    head_dim 64, 128 and 256: those of the named recipes, from both input dtypes. Every other head_dim, and
+    192/128: that of the default recipe from bf16. Some with rotary embedding. For each head_dim the one that
+    transposes ready e4m3 tensors. Everything else, a recipe of one's own for example, is compiled on first use
+    by the same code.
+    """
+    configs = [
+        quantize_config(recipe, d, d, in_dtype)
+        for recipe in PRESETS.values()
+        for d in TUNED_HEAD_DIMS
+        for in_dtype in DTYPE_NAMES.values()
+    ]
+    configs += [
+        quantize_config(PRESETS["default"], d, dv, "bf16")
+        for d, dv in (*zip(HEAD_DIMS, HEAD_DIMS, strict=True), (192, 128))
+    ]
+    configs += [
+        quantize_config(PRESETS["default"], d, d, "bf16", rotary)
+        for d, rotary in itertools.product((*TUNED_HEAD_DIMS, 80), ("half", "interleaved"))
+    ]
+    configs += [transpose_config(d) for d in HEAD_DIMS]
+    return list(dict.fromkeys(configs))
+
+
+def tile_table(head_dims: Iterable[tuple[int, int]]) -> list[dict[str, object]]:
+    """What serves each (head_dim, head_dim_v), one flat dict for each mask, operand type and rounding of P,
+    with what it costs: for printing and for tests."""
     rows: list[dict[str, object]] = []
-    for (head_dim, qk_dtype, causal, p_rounding), tile in _TILE_OF.items():
-        config = forward_config(head_dim, qk_dtype, causal, p_rounding, "bf16")
-        rows.append(
-            {
-                "head_dim": head_dim,
-                "qk_dtype": qk_dtype,
-                "causal": causal,
-                "p_rounding": p_rounding,
-                "tile_m": config.tile_m,
-                "tile_n": config.tile_n,
-                "kv_stages": config.kv_stages,
-                "qk_splits": config.qk_splits,
-                "pv_splits": config.pv_splits,
-                "check_keys": config.check_keys,
-                "smem_bytes": config.smem_bytes,
-                "registers": WARPGROUP
-                * (config.consumer_regs * config.consumer_warpgroups + config.producer_regs),
-                "why": tile.why,
-            }
-        )
+    for (head_dim, head_dim_v), qk_dtype, causal in itertools.product(head_dims, QK_DTYPES, (False, True)):
+        for p_rounding in P_ROUNDINGS_OF[qk_dtype]:
+            config = forward_config(head_dim, head_dim_v, qk_dtype, causal, p_rounding, "bf16")
+            rows.append(
+                {
+                    "head_dim": head_dim,
+                    "head_dim_v": head_dim_v,
+                    "qk_dtype": qk_dtype,
+                    "causal": causal,
+                    "p_rounding": p_rounding,
+                    "tile_m": config.tile_m,
+                    "tile_n": config.tile_n,
+                    "kv_stages": config.kv_stages,
+                    "qk_splits": config.qk_splits,
+                    "pv_parts": "+".join(map(str, config.pv_parts)),
+                    "check_keys": config.check_keys,
+                    "smem_bytes": config.smem_bytes,
+                    "registers": WARPGROUP
+                    * (config.consumer_regs * config.consumer_warpgroups + config.producer_regs),
+                    "why": find_tile(head_dim, head_dim_v, qk_dtype, causal, p_rounding).why,
+                }
+            )
     return rows
 
 
@@ -287,15 +381,52 @@ BREAK_EVEN_KEYS: Final = 4096
 H200 (perf/records/whole_call.json). Quantising costs what reading and writing the operands once costs."""
 
 
+_CAUSAL_CLUSTER_BLOCKS: Final = 16
+"""Tiles of a head from which clusters pay under a causal mask (perf/log.md, run 10)."""
+
+
 def _equivalent_keys(problem: Problem) -> int:
-    """Keys of full self-attention, as many key as query heads, with the same work for each row of Q, K and V."""
+    """Keys of full self-attention, as many key as query heads, with the same work an element of Q, K, V."""
     queries, keys = problem.seqlen_q, problem.seqlen_k
     pairs = queries * keys
     if problem.causal:  # the newest keys are hidden from a triangle of queries
         corner = min(queries, keys)
         pairs -= corner * (corner - 1) // 2 + max(queries - keys, 0) * keys
-    rows = queries * problem.heads_q + 2 * keys * problem.heads_k
-    return 3 * pairs * problem.heads_q // max(rows, 1)
+    wide, wide_v = problem.head_dim, problem.head_dim_v
+    elements = queries * problem.heads_q * wide + keys * problem.heads_k * (wide + wide_v)
+    return 3 * pairs * problem.heads_q * (wide + wide_v) // max(2 * elements, 1)
+
+
+def _tiles(problem: Problem, tile_m: int) -> tuple[int, int]:
+    """Tiles of one batch entry and key head: with a query head each, and with all its query heads packed."""
+    group = problem.heads_q // problem.heads_k
+    return -(-problem.seqlen_q // tile_m) * group, -(-problem.seqlen_q * group // tile_m)
+
+
+def _choose_pack_gqa(problem: Problem, tile_m: int) -> tuple[int, str | None]:
+    """(`pack_gqa` of the kernel, the reason where there is one to give)."""
+    group = problem.heads_q // problem.heads_k
+    alone, packed = _tiles(problem, tile_m)
+    if packed == alone:
+        return 1, None
+    shared = f"{group} query heads share a key head"
+    if WARPGROUP_ROWS % group:
+        return 1, (
+            f"{shared}, which does not divide the {WARPGROUP_ROWS} rows of a warpgroup: each has tiles of "
+            "its own"
+        )
+    return group, (
+        f"{shared}: packed into shared tiles their rows need {packed} of them instead of {alone}, and each "
+        "tile reads the keys anew"
+    )
+
+
+def _choose_cluster(tile: Tile, blocks: int, causal: bool) -> tuple[int, str | None]:
+    """(`cluster` of the kernel, the reason where there is one to give), for `blocks` tiles of a head or pack."""
+    enough = _CAUSAL_CLUSTER_BLOCKS if causal else 2
+    if tile.cluster == 1 or blocks < enough or blocks % 2 * 8 > blocks:
+        return 1, None
+    return tile.cluster, "two CTAs of neighbouring tiles each load half of the keys and values, for both"
 
 
 @dataclass(frozen=True)
@@ -311,7 +442,8 @@ class Plan:
         recipe: the resolved recipe.
         reasons: one sentence for each choice.
         smem_bytes: shared memory of one CTA of the forward kernel.
-        grid: CTAs of the forward kernel; (0, 1, 1) where nothing is launched.
+        work_tiles: tiles of query rows of the forward kernel, which at most one CTA an SM takes in turns; 0
+            where nothing is launched.
         problem: what was planned for.
     """
 
@@ -322,7 +454,7 @@ class Plan:
     recipe: Fp8Recipe
     reasons: tuple[str, ...]
     smem_bytes: int
-    grid: tuple[int, int, int]
+    work_tiles: int
     problem: Problem
 
     def __str__(self) -> str:
@@ -340,16 +472,18 @@ class Plan:
             "quantiser": quantiser,
             "problem": f"batch {problem.batch}, seqlen_q {problem.seqlen_q}, seqlen_k {problem.seqlen_k}, "
             f"heads_q {problem.heads_q}, heads_k {problem.heads_k}, head_dim {problem.head_dim}, "
-            f"{'causal' if problem.causal else 'full'}, output {problem.out_dtype}",
+            + (f"head_dim_v {problem.head_dim_v}, " if problem.head_dim_v != problem.head_dim else "")
+            + f"{'causal' if problem.causal else 'full'}, output {problem.out_dtype}",
             "recipe": f"{recipe.name}: Q K^T in {recipe.qk_dtype}, P V in e4m3; scales Q {recipe.q_scale}, "
             f"K {k_scale}, V {recipe.v_scale}; rotation {recipe.rotation}; "
             f"{'' if recipe.smooth_k else 'no '}K smoothing; P by {recipe.p_rounding}",
             "tiles": f"{config.tile_m} queries x {config.tile_n} keys, {config.kv_stages} K/V stages, "
             f"{config.consumer_warpgroups} consumer warpgroups of {config.consumer_regs} registers"
-            + f"; Q K^T in {_parts(config.qk_splits)}"
-            + f"; P V in {_parts(config.pv_splits)}",
+            f"; Q K^T in {_parts(config.qk_splits)}; P V in {_parts(len(config.pv_parts))}"
+            + (f"; rows of {config.pack_gqa} query heads packed" if config.pack_gqa > 1 else "")
+            + (f"; clusters of {config.cluster}" if config.cluster > 1 else ""),
             "smem": f"{self.smem_bytes} of {SMEM_LIMIT} bytes{of_kernel}",
-            "grid": f"{self.grid} CTAs of {config.threads} threads{of_kernel}",
+            "work tiles": f"{self.work_tiles}{of_kernel}",
         }
         text = [f"{key:<10} {value}" for key, value in lines.items()]
         return "\n".join([*text, "because", *(f"  - {reason}" for reason in self.reasons)])
@@ -381,15 +515,22 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
         reasons.append(
             "one query row sees every key: the causal mask hides nothing, so the kernel without one serves"
         )
-    config = forward_config(
-        problem.head_dim, recipe.qk_dtype, causal, recipe.p_rounding, DTYPE_NAMES[problem.out_dtype]
-    )
-    tile = _TILE_OF[problem.head_dim, recipe.qk_dtype, causal, recipe.p_rounding]
-    reasons.append(f"tile {config.tile_m} x {config.tile_n}: {tile.why}")
+    key = (problem.head_dim, problem.head_dim_v, recipe.qk_dtype, causal, recipe.p_rounding)
+    tile = find_tile(*key)
+    reasons.append(f"tile {tile.tile_m} x {tile.tile_n}: {tile.why}")
+    pack_gqa, why_pack = _choose_pack_gqa(problem, tile.tile_m)
+    if why_pack is not None:
+        reasons.append(why_pack)
+    cluster, why_cluster = _choose_cluster(tile, -(-problem.seqlen_q * pack_gqa // tile.tile_m), causal)
+    if why_cluster is not None:
+        reasons.append(why_cluster)
+    config = forward_config(*key, DTYPE_NAMES[problem.out_dtype], pack_gqa, cluster)
 
     quantiser = None
     if problem.in_dtype is not None:
-        quantiser = quantize_config(recipe, problem.head_dim, DTYPE_NAMES[problem.in_dtype])
+        quantiser = quantize_config(
+            recipe, problem.head_dim, problem.head_dim_v, DTYPE_NAMES[problem.in_dtype], problem.rotary
+        )
         keys = _equivalent_keys(problem)
         if chosen == "sm90" and not problem.is_empty and keys < BREAK_EVEN_KEYS:
             reasons.append(
@@ -401,9 +542,10 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
             reasons.append(
                 "scales of a whole tensor or head need a pass for the largest magnitude before the quantiser"
             )
-    grid = (-(-problem.seqlen_q // config.tile_m) * problem.heads_q * problem.batch, 1, 1)
+    alone, packed = _tiles(problem, tile.tile_m)
+    work_tiles = (packed if pack_gqa > 1 else alone) * problem.heads_k * problem.batch
     if problem.is_empty:
-        grid = (0, 1, 1)
+        work_tiles = 0
         reasons.append(
             "nothing is launched: " + ("there are no keys" if problem.seqlen_k == 0 else "there is no output")
         )
@@ -415,7 +557,7 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
         recipe=recipe,
         reasons=tuple(reasons),
         smem_bytes=config.smem_bytes,
-        grid=grid,
+        work_tiles=work_tiles,
         problem=problem,
     )
 

@@ -22,11 +22,13 @@ class Problem:
         batch: sequences.
         seqlen_q, seqlen_k: queries and keys of each sequence.
         heads_q, heads_k: query heads, and the key/value heads that groups of them share.
-        head_dim: of q, k and v.
+        head_dim: of q and k.
+        head_dim_v: of v and the output.
         in_dtype: float16 or bfloat16 where the call quantises; None where it starts from quantised operands.
         out_dtype: float16 or bfloat16.
         causal: key j is visible to query i iff j <= i + seqlen_k - seqlen_q.
         recipe: how Q, K, V and P become 8-bit.
+        rotary: rotary embedding of Q and K by the quantiser: "none", "half" or "interleaved".
         capability: CUDA compute capability of the tensors' device; None for CPU tensors and GPUs of other
             makers.
     """
@@ -37,11 +39,13 @@ class Problem:
     heads_q: int
     heads_k: int
     head_dim: int
+    head_dim_v: int
     in_dtype: torch.dtype | None
     out_dtype: torch.dtype
     causal: bool
     recipe: Fp8Recipe
     capability: tuple[int, int] | None
+    rotary: str = "none"
 
     @property
     def is_empty(self) -> bool:
@@ -50,12 +54,18 @@ class Problem:
 
     @classmethod
     def from_tensors(
-        cls, q: Tensor, k: Tensor, recipe: Fp8Recipe, *, causal: bool, out_dtype: torch.dtype
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        recipe: Fp8Recipe,
+        *,
+        causal: bool,
+        out_dtype: torch.dtype,
+        rotary: str = "none",
     ) -> Problem:
-        """The problem of 16-bit q (batch, seqlen_q, heads_q, head_dim) and k (batch, seqlen_k, heads_k,
-        head_dim).
-
-        v has the shape and dtype of k: `validate.check_inputs` comes first.
+        """The problem of 16-bit q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_k,
+        head_dim) and v (batch, seqlen_k, heads_k, head_dim_v), checked by `validate.check_inputs`.
         """
         batch, seqlen_q, heads_q, head_dim = q.shape
         return cls(
@@ -65,11 +75,13 @@ class Problem:
             heads_q=heads_q,
             heads_k=k.shape[2],
             head_dim=head_dim,
+            head_dim_v=v.shape[3],
             in_dtype=q.dtype,
             out_dtype=out_dtype,
             causal=causal,
             recipe=recipe,
             capability=device_capability(q.device),
+            rotary=rotary,
         )
 
     @classmethod
@@ -83,6 +95,7 @@ class Problem:
             heads_q=heads_q,
             heads_k=qkv.k.shape[2],
             head_dim=head_dim,
+            head_dim_v=qkv.vt.shape[2],
             in_dtype=None,
             out_dtype=out_dtype,
             causal=causal,

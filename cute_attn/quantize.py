@@ -457,6 +457,8 @@ def check_rotary(
         return None
     seqlen_q, seqlen_k, head_dim = q.shape[1], k.shape[1], q.shape[3]
     for name, x in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; allowed: a torch.Tensor")
         if x.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}; allowed: {q.dtype}, as q")
         if x.dim() != 2 or x.shape[0] < seqlen_k or x.shape[1] % 8 or not 8 <= x.shape[1] <= head_dim // 2:

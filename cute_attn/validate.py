@@ -12,9 +12,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from cute_attn.kernels.config import HEAD_DIMS
 from cute_attn.quantize import K_GROUP, V_BLOCK, Fp8Recipe, QuantizedQKV
 
-HEAD_DIMS: Final = (64, 128, 256)
 IN_DTYPES: Final = (torch.float16, torch.bfloat16)
 OUT_DTYPES: Final = (torch.float16, torch.bfloat16)
 BACKENDS: Final = ("auto", "sm90", "emulator")
@@ -51,18 +51,29 @@ def _check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], hint: s
         )
 
 
-def _check_head_dim(head_dim: int) -> None:
-    if head_dim in HEAD_DIMS:
-        return
-    nearest = min(HEAD_DIMS, key=lambda allowed: abs(allowed - head_dim))
-    message = f"head_dim of q is {head_dim}; allowed: {_one_of(HEAD_DIMS)}; the nearest is {nearest}"
-    padded = next((allowed for allowed in HEAD_DIMS if allowed > head_dim), None)
-    if padded is not None and head_dim > 0:
-        message += (
-            f". q, k, v padded with zeros to {padded} and softmax_scale=1/sqrt({head_dim}) give the same "
-            f"result in the first {head_dim} columns"
-        )
-    raise ValueError(message)
+def _check_head_dims(head_dim: int, head_dim_v: int) -> None:
+    """Refuse a head_dim of q and k, or of v, that no kernel takes, and say how padding serves it exactly."""
+    allowed = f"a multiple of 16 from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+    for name, size in (("q", head_dim), ("v", head_dim_v)):
+        if size in HEAD_DIMS:
+            continue
+        message = f"head_dim of {name} is {size}; allowed: {allowed}"
+        padded = next((each for each in HEAD_DIMS if each > size), None)
+        if padded is None:
+            message += f"; the nearest is {HEAD_DIMS[-1]}"
+        elif size > 0:
+            message += f"; the nearest to pad to is {padded}: "
+            if name == "q":
+                message += (
+                    f"q and k with zeros up to {padded} columns and softmax_scale=1/sqrt({size}) are exactly "
+                    "the same attention"
+                )
+            else:
+                message += (
+                    f"v with zeros up to {padded} columns gives exactly the same in the first {size} columns "
+                    "of the output"
+                )
+        raise ValueError(message)
 
 
 def _check_agreement(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -74,12 +85,12 @@ def _check_agreement(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"{name} has dtype {x.dtype}; allowed: that of q, {q.dtype}")
     batch, _, heads_q, head_dim = q.shape
     _, seqlen_k, heads_k, _ = k.shape
-    _check_head_dim(head_dim)
+    _check_head_dims(head_dim, v.shape[3])
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != batch:
             raise ValueError(f"batch of {name} is {x.shape[0]}; allowed: that of q, {batch}")
-        if x.shape[3] != head_dim:
-            raise ValueError(f"head_dim of {name} is {x.shape[3]}; allowed: that of q, {head_dim}")
+    if k.shape[3] != head_dim:
+        raise ValueError(f"head_dim of k is {k.shape[3]}; allowed: that of q, {head_dim}")
     if v.shape[1] != seqlen_k:
         raise ValueError(f"seqlen of v is {v.shape[1]}; allowed: that of k, {seqlen_k}")
     if v.shape[2] != heads_k:
@@ -98,8 +109,10 @@ def check_inputs(q: object, k: object, v: object) -> None:
     """Refuse 16-bit inputs that no kernel takes.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1, CPU or CUDA.
-        k, v: (batch, seqlen_k, heads_k, head_dim), dtype and device of q; heads_q a multiple of heads_k.
+        q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1, CPU or CUDA; head_dim a
+            multiple of 16 from 32 to 256.
+        k: (batch, seqlen_k, heads_k, head_dim), dtype and device of q; heads_q a multiple of heads_k.
+        v: (batch, seqlen_k, heads_k, head_dim_v), likewise; head_dim_v another such multiple of 16.
 
     Raises:
         TypeError: not a tensor, or a dtype that is not allowed.
@@ -118,7 +131,7 @@ def check_fp8_inputs(q: object, k: object, v: object, descales: Mapping[str, obj
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim) float8_e4m3fn, last stride 1, CPU or CUDA.
-        k, v: (batch, seqlen_k, heads_k, head_dim), likewise.
+        k: (batch, seqlen_k, heads_k, head_dim), likewise; v: (batch, seqlen_k, heads_k, head_dim_v).
         descales: by argument name, (batch, heads_k) float32 on the device of q, or None.
 
     Raises:
@@ -162,14 +175,15 @@ def check_quantized(qkv: object) -> None:
     _check_tensor("qkv.vt", qkv.vt, (torch.float8_e4m3fn,))
     batch, seqlen_q, heads_q, head_dim = qkv.q.shape
     seqlen_k, heads_k = qkv.k.shape[1], qkv.k.shape[2]
-    _check_head_dim(head_dim)
+    head_dim_v = qkv.vt.shape[2]
+    _check_head_dims(head_dim, head_dim_v)
     _check_heads(heads_q, heads_k)
     if qkv.seqlen_k != seqlen_k:
         raise ValueError(f"qkv.seqlen_k is {qkv.seqlen_k!r}; allowed: the seqlen of qkv.k, {seqlen_k}")
     padded = -(-seqlen_k // 16) * 16
     codes: tuple[tuple[str, Tensor, tuple[int, ...]], ...] = (
         ("qkv.k", qkv.k, (batch, seqlen_k, heads_k, head_dim)),
-        ("qkv.vt", qkv.vt, (batch, heads_k, head_dim, padded)),
+        ("qkv.vt", qkv.vt, (batch, heads_k, head_dim_v, padded)),
     )
     scales: tuple[tuple[str, Tensor, tuple[int, ...]], ...] = (
         ("qkv.q_scale", qkv.q_scale, (batch, heads_q, seqlen_q)),

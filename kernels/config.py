@@ -74,6 +74,7 @@ class FwdConfig:
     check_keys: int = 64  # keys after which P by code is checked for overflow: fewer hold fewer registers
     qk_splits: int = 1  # parts of a tile's keys whose products Q K^T are issued and waited for one by one
     pv_part: int = 256  # columns of the value dimension whose products are issued and folded together
+    cluster: int = 1  # CTAs that share every tile of K and V: each loads a part for all
     pack_gqa: int = 1  # query heads of a group whose rows share a tile, those of one query side by side
 
     @property
@@ -91,9 +92,9 @@ class FwdConfig:
 
     @property
     def pv_parts(self) -> tuple[int, ...]:
-        """Columns of each part of the value dimension."""
+        """Columns of each part of the value dimension, a short one first."""
         whole, rest = divmod(self.head_dim_v, self.pv_part)
-        return (self.pv_part,) * whole + ((rest,) if rest else ())
+        return ((rest,) if rest else ()) + (self.pv_part,) * whole
 
     @property
     def k_groups(self) -> int:
@@ -112,6 +113,7 @@ class FwdConfig:
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
         parts = f"_q{self.qk_splits}v{len(self.pv_parts)}"
         parts += "" if self.check_keys == 64 else f"_c{self.check_keys}"
+        parts += "" if self.cluster == 1 else f"_x{self.cluster}"
         parts += "" if self.pack_gqa == 1 else f"_g{self.pack_gqa}"
         return (
             f"fwd_sm90_{self.qk_dtype}_{dims}_{mask}_{self.p_rounding}_{self.out_dtype}"
@@ -119,13 +121,24 @@ class FwdConfig:
         )
 
     @property
+    def q_stages(self) -> int:
+        """2, so that Q of the next work tile is there when this one is done, or 1 where that does not fit."""
+        return 2 if self._smem_bytes(2) <= SMEM_LIMIT else 1
+
+    @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory: 1 KiB of barriers and alignment, Q, K ring, V^T ring with its sum rows, O."""
-        q = self.tile_m * self.head_dim_padded
+        """Dynamic shared memory of a CTA."""
+        return self._smem_bytes(self.q_stages)
+
+    def _smem_bytes(self, q_stages: int) -> int:
+        """1 KiB of barriers and alignment, Q, K ring, V^T ring with its sum rows, O."""
+        q = q_stages * self.tile_m * self.head_dim_padded
         k = self.kv_stages * self.tile_n * self.head_dim_padded
         v = self.kv_stages * self.tile_n * (self.head_dim_v + SUM_ROWS)
         o = self.tile_m * self.head_dim_v * 2
-        aligned = [-(-part // 1024) * 1024 for part in (q, k, v, o)]  # swizzle atoms repeat every 1 KiB at most
+        aligned = [
+            -(-part // 1024) * 1024 for part in (q, k, v, o)
+        ]  # swizzle atoms repeat every 1 KiB at most
         return 1024 + sum(aligned)
 
     def check(self) -> None:
@@ -149,6 +162,8 @@ class FwdConfig:
             raise ValueError(f"check_keys must be 32 or 64, got {self.check_keys}")
         if self.pv_part < 16 or self.pv_part % 16:
             raise ValueError(f"pv_part must be a multiple of 16, got {self.pv_part}")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
         if self.pack_gqa < 1 or 64 % self.pack_gqa:
             raise ValueError(f"pack_gqa must divide the 64 rows of a warpgroup, got {self.pack_gqa}")
         part = self.tile_n // self.qk_splits
@@ -176,7 +191,9 @@ class QuantizeConfig:
     v_mode: str  # "block" (256 keys) or "static"
     rotate: bool  # random signs and Hadamard transform of Q and K
     smooth: bool  # subtract the mean key from every key of a head, and leave q . mean
-    rotary: str = "none"  # rotary position embedding of Q and K: "none", "half" (pairs i, i + dim / 2), "interleaved"
+    rotary: str = (
+        "none"  # rotary position embedding of Q and K: "none", "half" (pairs i, i + dim / 2), "interleaved"
+    )
 
     @property
     def name(self) -> str:
@@ -192,9 +209,9 @@ class QuantizeConfig:
 
     def check(self) -> None:
         """Raise ValueError where the configuration cannot be built."""
-        for field, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
-            if value not in HEAD_DIMS:
-                raise ValueError(f"{field} must be a multiple of 16 from 32 to 256, got {value}")
+        for field, size in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if size not in HEAD_DIMS:
+                raise ValueError(f"{field} must be a multiple of 16 from 32 to 256, got {size}")
         for field, value, allowed in (
             ("in_dtype", self.in_dtype, ("bf16", "fp16", "e4m3")),
             ("qk_dtype", self.qk_dtype, ("e4m3", "int8")),

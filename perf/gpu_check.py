@@ -25,20 +25,21 @@ from typing import IO
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"pytest": 150, "sanitizer": 40}  # seconds; the two sanitizers run side by side
+LIMITS = {"pytest": 300, "sanitizer": 60}  # seconds; the two sanitizers run side by side
 TOOLS = ("memcheck", "racecheck")
 FIRST_TESTS = ROOT / "tests" / "test_kernels_gpu.py"  # its session fixture compiles what all files need
 SMALL = (1, 200, 333, 2, 1)  # batch, seqlen_q, seqlen_k, heads_q, heads_k
 
 
 def small() -> None:
-    """Launch three forward kernels, a quantiser and the transpose of V on small tensors, and check them."""
+    """Launch forward kernels, a quantiser and the transpose of V on small tensors, and check them."""
     import torch
 
+    from cute_attn import launch
     from cute_attn.compile import compile_kernel
     from cute_attn.launch import launch_forward, launch_quantize, launch_transpose_v
     from cute_attn.plan import forward_config, quantize_config, transpose_config
-    from cute_attn.quantize import PRESETS, QuantizedQKV, permute_v, quantize_reference
+    from cute_attn.quantize import PRESETS, QuantizedQKV, Rotary, permute_v, quantize_reference
     from cute_attn.reference import attention
 
     def on_gpu(qkv: QuantizedQKV) -> QuantizedQKV:
@@ -46,26 +47,33 @@ def small() -> None:
         return replace(qkv, **{k: x.cuda() for k, x in parts.items() if isinstance(x, torch.Tensor)})
 
     forwards = [
-        forward_config(64, "e4m3", False, "code", "bf16"),
-        forward_config(128, "int8", True, "code", "bf16"),
-        forward_config(256, "int8", False, "code", "bf16"),
+        forward_config(64, 64, "e4m3", False, "code", "bf16"),
+        forward_config(128, 128, "int8", True, "code", "bf16", cluster=2),
+        forward_config(256, 256, "int8", False, "code", "bf16", cluster=2),
+        forward_config(96, 80, "e4m3", True, "code", "bf16", pack_gqa=2),
     ]
+    launch._sms = lambda device: 2  # few CTAs, so that each takes several tiles
     recipe = PRESETS["accurate"]
-    quantiser, transpose = quantize_config(recipe, 64, "bf16"), transpose_config(64)
+    quantiser, transpose = quantize_config(recipe, 64, 64, "bf16", "half"), transpose_config(64)
     for config in (*forwards, quantiser, transpose):
         compile_kernel(config)
 
     torch.manual_seed(0)
     batch, seqlen_q, seqlen_k, heads_q, heads_k = SMALL
 
-    def inputs(head_dim: int) -> list[torch.Tensor]:
-        shapes = ((seqlen_q, heads_q), (seqlen_k, heads_k), (seqlen_k, heads_k))
-        return [torch.randn(batch, s, h, head_dim).bfloat16() for s, h in shapes]
+    def inputs(head_dim: int, head_dim_v: int) -> list[torch.Tensor]:
+        shapes = (
+            (seqlen_q, heads_q, head_dim),
+            (seqlen_k, heads_k, head_dim),
+            (seqlen_k, heads_k, head_dim_v),
+        )
+        return [torch.randn(batch, *shape).bfloat16() for shape in shapes]
 
     # All but the launches under test stays on the CPU: a sanitizer makes every other kernel slow as well.
     for config in forwards:
         codes = quantize_reference(
-            *inputs(config.head_dim), PRESETS["fp8"] if config.qk_dtype == "e4m3" else recipe
+            *inputs(config.head_dim, config.head_dim_v),
+            PRESETS["fp8"] if config.qk_dtype == "e4m3" else recipe,
         )
         out, lse = launch_forward(
             on_gpu(codes),
@@ -78,13 +86,14 @@ def small() -> None:
         error = ((out.cpu() - exact).pow(2).mean() / exact.pow(2).mean()).sqrt().item()
         print(f"{config.name}: relative error {error:.2e}", flush=True)
         assert error < 0.04 and bool(lse.cpu().isfinite().all())
-    q, k, v = inputs(64)
-    expected = quantize_reference(q, k, v, recipe)
-    got = launch_quantize(q.cuda(), k.cuda(), v.cuda(), recipe, quantiser)
-    # The mean key is summed in another order on the GPU, so only what does not depend on it is compared.
-    assert torch.equal(got.q.cpu(), expected.q)
+    q, k, v = inputs(64, 64)
+    rotary = Rotary(*(torch.randn(seqlen_k, 16).bfloat16() for _ in range(2)), False)
+    expected = quantize_reference(q, k, v, recipe, rotary_cos=rotary.cos, rotary_sin=rotary.sin)
+    tables = Rotary(rotary.cos.cuda(), rotary.sin.cuda(), False)
+    got = launch_quantize(q.cuda(), k.cuda(), v.cuda(), recipe, quantiser, rotary=tables)
+    assert torch.equal(got.q.cpu(), expected.q) and torch.equal(got.k.cpu(), expected.k)
     assert torch.equal(got.vt.cpu().view(torch.uint8), expected.vt.view(torch.uint8))
-    print(f"{quantiser.name}: codes of q and v are equal", flush=True)
+    print(f"{quantiser.name}: codes are equal", flush=True)
     v8 = v.to(torch.float8_e4m3fn)
     got_vt = launch_transpose_v(v8.cuda(), transpose).cpu()
     assert torch.equal(got_vt.view(torch.uint8), permute_v(v8).view(torch.uint8))

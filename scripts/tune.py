@@ -34,6 +34,7 @@ E4M3, INT8 = "e4m3", "int8"
 def _cfg(d: int, n: int, qk: str = E4M3, causal: bool = False, p: str = "code", **more) -> FwdConfig:
     base = FwdConfig(
         head_dim=d,
+        head_dim_v=d,
         tile_m=128,
         tile_n=n,
         kv_stages=2,
@@ -49,7 +50,10 @@ THREE = {"tile_m": 192, "consumer_regs": 160, "producer_regs": 32}  # three cons
 VARIANTS: list[FwdConfig] = []
 for _qk in (E4M3, INT8):
     for _causal in (False, True):
-        VARIANTS += [forward_config(d, _qk, _causal, "code", "bf16") for d in (64, 128, 256)]
+        VARIANTS += [
+            forward_config(d, dv, _qk, _causal, "code", "bf16")
+            for d, dv in ((64, 64), (128, 128), (256, 256), (80, 80), (96, 96), (192, 128))
+        ]
         VARIANTS += [
             _cfg(64, 128, _qk, _causal, kv_stages=4, **THREE),
             _cfg(64, 128, _qk, _causal, kv_stages=4, qk_splits=2, **THREE),
@@ -58,11 +62,11 @@ for _qk in (E4M3, INT8):
             _cfg(128, 256, _qk, _causal),
             _cfg(128, 256, _qk, _causal, qk_splits=2),
             _cfg(128, 256, _qk, _causal, qk_splits=4),
-            _cfg(128, 256, _qk, _causal, qk_splits=2, pv_splits=4),
-            _cfg(256, 128, _qk, _causal, pv_splits=2),
-            _cfg(256, 128, _qk, _causal, qk_splits=2, pv_splits=2),
-            _cfg(256, 128, _qk, _causal, pv_splits=4),
-            _cfg(256, 128, _qk, _causal, qk_splits=2, pv_splits=4),
+            _cfg(128, 256, _qk, _causal, qk_splits=2, pv_part=32),
+            _cfg(256, 128, _qk, _causal, pv_part=128),
+            _cfg(256, 128, _qk, _causal, qk_splits=2, pv_part=128),
+            _cfg(256, 128, _qk, _causal, pv_part=64),
+            _cfg(256, 128, _qk, _causal, qk_splits=2, pv_part=64),
         ]
 VARIANTS = list(dict.fromkeys(VARIANTS))
 PEERS = [
@@ -136,10 +140,11 @@ def _check(cfg: FwdConfig, recipe, launch_forward, quantize_reference, attention
     for i, (b, sq, sk, hq, hk) in enumerate(CHECKS):
         gen = torch.Generator("cuda").manual_seed(i)
 
-        def new(s: int, h: int, b: int = b, gen: torch.Generator = gen) -> torch.Tensor:
-            return torch.randn(b, s, h, cfg.head_dim, device="cuda", generator=gen).bfloat16()
+        def new(s: int, h: int, d: int, b: int = b, gen: torch.Generator = gen) -> torch.Tensor:
+            return torch.randn(b, s, h, d, device="cuda", generator=gen).bfloat16()
 
-        qkv = quantize_reference(new(sq, hq), new(sk, hk), new(sk, hk), recipe)
+        q, k, v = new(sq, hq, cfg.head_dim), new(sk, hk, cfg.head_dim), new(sk, hk, cfg.head_dim_v)
+        qkv = quantize_reference(q, k, v, recipe)
         scale = cfg.head_dim**-0.5
         out, lse = launch_forward(qkv, cfg, causal=cfg.causal, softmax_scale=scale, out_dtype=torch.bfloat16)
         ref, ref_lse = attention(*qkv.dequantize(), causal=cfg.causal, softmax_scale=scale)
@@ -155,7 +160,8 @@ def _check(cfg: FwdConfig, recipe, launch_forward, quantize_reference, attention
             raise ValueError(f"relative error {err:.3g} at {(b, sq, sk, hq, hk)}")
         worst = max(worst, err)
         lse_worst = max(lse_worst, (lse.double() - ref_lse)[~empty].abs().max().item())
-    q, k, v = (torch.randn(1, s, 1, cfg.head_dim, device="cuda").bfloat16() for s in (256, 131072, 131072))
+    shapes = ((256, cfg.head_dim), (131072, cfg.head_dim), (131072, cfg.head_dim_v))
+    q, k, v = (torch.randn(1, s, 1, d, device="cuda").bfloat16() for s, d in shapes)
     qkv = quantize_reference(q, k, v + 0.5, recipe)
     out, _ = launch_forward(qkv, cfg, causal=cfg.causal, softmax_scale=scale, out_dtype=torch.bfloat16)
     ref, _ = attention(*qkv.dequantize(), causal=cfg.causal, softmax_scale=scale)
@@ -168,10 +174,11 @@ def _worker(what: str, seqlen: int, tokens: int, turn: int, lock: str, sustain: 
     row: dict = {"variant": what}
     peer = re.fullmatch(r"(fa3|cudnn) d(\d+) (full|causal)", what)
     if peer:
-        head_dim, causal = int(peer[2]), peer[3] == "causal"
+        head_dim = head_dim_v = int(peer[2])
+        causal = peer[3] == "causal"
     else:
         cfg = FwdConfig(**json.loads(what))
-        head_dim, causal = cfg.head_dim, cfg.causal
+        head_dim, head_dim_v, causal = cfg.head_dim, cfg.head_dim_v, cfg.causal
         row["variant"] = cfg.name
         from cute_attn.compile import compile_kernel
         from cute_attn.launch import launch_forward
@@ -183,12 +190,14 @@ def _worker(what: str, seqlen: int, tokens: int, turn: int, lock: str, sustain: 
         compile_kernel(cfg)
         row["compile_s"] = round(time.time() - start, 1)
     batch, heads = max(1, tokens // seqlen), 2048 // head_dim
-    flops = 4 * seqlen * seqlen * head_dim * heads * batch * (0.5 if causal else 1)
+    flops = 2 * seqlen * seqlen * (head_dim + head_dim_v) * heads * batch * (0.5 if causal else 1)
     with open(lock, "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         signal.alarm(turn)
-        shape = (batch, seqlen, heads, head_dim)
-        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        q, k, v = (
+            torch.randn(batch, seqlen, heads, d, device="cuda", dtype=torch.bfloat16)
+            for d in (head_dim, head_dim, head_dim_v)
+        )
         if not peer:
             row.update(_check(cfg, recipe, launch_forward, quantize_reference, attention))
             qkv = quantize_reference(q, k, v, recipe)

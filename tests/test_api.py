@@ -34,8 +34,8 @@ P_ERROR = {"code": 3.35e-2, "ex2": 2.8e-2, "cast": 2.85e-2}
 
 @pytest.fixture(autouse=True)
 def fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plan remembered, no warning given yet."""
-    monkeypatch.setattr(api, "_plans", {})
+    """No call remembered, no warning given yet."""
+    monkeypatch.setattr(api, "_calls", {})
     monkeypatch.setattr(api, "_warned", False)
 
 
@@ -46,10 +46,12 @@ class Shape(NamedTuple):
     heads_q: int = 2
     heads_k: int = 2
     head_dim: int = 64
+    head_dim_v: int = 0  # 0: that of q and k
 
     def tensors(self, dtype: torch.dtype = BF16, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
         q = torch.randn(self.batch, self.seqlen_q, self.heads_q, self.head_dim)
-        k, v = (torch.randn(self.batch, self.seqlen_k, self.heads_k, self.head_dim) for _ in range(2))
+        columns = (self.head_dim, self.head_dim_v or self.head_dim)
+        k, v = (torch.randn(self.batch, self.seqlen_k, self.heads_k, d) for d in columns)
         return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype)
 
 
@@ -222,6 +224,63 @@ def test_shapes_and_dtypes(in_dtype: torch.dtype, out_dtype: torch.dtype | None)
     assert torch.equal(prepared, out)
 
 
+# Rotation is the quantiser's matter, tested there for every head_dim.
+UNROTATED = [dataclasses.replace(PRESETS[name], rotation="none") for name in ("fp8", "accurate")]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(32, 0), (48, 0), (80, 96), (112, 64), (192, 128), (208, 0), (64, 256)]
+)
+def test_head_dims(head_dim: int, head_dim_v: int) -> None:
+    shape = Shape(2, 17, 130, 4, 2, head_dim, head_dim_v)
+    q, k, v = shape.tensors()
+    for causal, recipe in zip((False, True), UNROTATED, strict=True):
+        options = {"causal": causal, "return_lse": True, "backend": "emulator"}
+        out, lse = cute_attn.fp8_attention(q, k, v, recipe=recipe, **options)
+        assert out.shape == (2, 17, 4, head_dim_v or head_dim) and lse.shape == (2, 4, 17)
+        exact, exact_lse = attention(q, k, v, causal=causal)
+        assert rms(out - exact) <= TOTAL_ERROR[recipe.name] * rms(exact)
+        assert (lse - exact_lse).abs().max() <= LSE_ERROR[recipe.name]
+        codes = cute_attn.quantize(q, k, v, recipe, backend="emulator")
+        parts = cute_attn.fp8_attention_quantized(codes, **options)
+        assert torch.equal(parts[0], out) and torch.equal(parts[1], lse)
+    q8, k8, v8 = (x.to(E4M3) for x in (q, k, v))
+    out = cute_attn.flash_attn_fp8_func(q8, k8, v8, backend="emulator")
+    exact = attention(q8, k8, v8, return_lse=False)
+    assert out.shape == exact.shape and rms(out - exact) <= P_ERROR["code"] * rms(exact)
+
+
+def test_padding_with_zeros_is_what_the_refusal_says() -> None:
+    """head_dim 72 of q and k, 40 of v: padded to 80 and 48, with the scale of 72."""
+    q, k, v = (x.to(E4M3) for x in Shape(1, 17, 130, 2, 1, 72, 40).tensors())
+    with pytest.raises(ValueError, match=r"pad to is 80: .* softmax_scale=1/sqrt\(72\)"):
+        cute_attn.flash_attn_fp8_func(q, k, v, backend="emulator")
+    wide = [
+        torch.nn.functional.pad(x.view(torch.uint8), (0, 8)).view(E4M3) for x in (q, k, v)
+    ]  # a zero byte is e4m3's zero
+    with pytest.raises(ValueError, match=r"head_dim of v is 40; .* pad to is 48: "):
+        cute_attn.flash_attn_fp8_func(*wide[:2], v, backend="emulator")
+    out = cute_attn.flash_attn_fp8_func(*wide, softmax_scale=72**-0.5, backend="emulator")
+    exact = attention(q, k, v, return_lse=False)
+    assert rms(out[..., :40] - exact) <= P_ERROR["code"] * rms(exact)
+    assert bool((out[..., 40:] == 0).all())
+
+
+def test_few_queries_of_many_heads_are_packed() -> None:
+    """The plan packs their rows, and the result is that of the heads by themselves."""
+    q, k, v = Shape(seqlen_q=3, seqlen_k=150, heads_q=16, heads_k=2).tensors()
+    for causal in (False, True):
+        assert cute_attn.explain(q, k, v, causal=causal).config.pack_gqa == 8
+        out, lse = cute_attn.fp8_attention(q, k, v, causal=causal, return_lse=True, backend="emulator")
+        k_all, v_all = k.repeat_interleave(8, dim=2), v.repeat_interleave(8, dim=2)
+        assert cute_attn.explain(q, k_all, v_all, causal=causal).config.pack_gqa == 1
+        alone, alone_lse = cute_attn.fp8_attention(
+            q, k_all, v_all, causal=causal, return_lse=True, backend="emulator"
+        )
+        one_ulp(out, alone)
+        torch.testing.assert_close(lse, alone_lse, rtol=1e-5, atol=1e-5)
+
+
 def test_query_heads_share_key_heads_in_groups() -> None:
     q, k, v = Shape(seqlen_q=40, seqlen_k=90, heads_q=6, heads_k=2).tensors()
     grouped, grouped_lse = cute_attn.fp8_attention(q, k, v, return_lse=True, backend="emulator")
@@ -378,6 +437,7 @@ EMPTY = [
     Shape(seqlen_k=0),
     Shape(seqlen_q=0, seqlen_k=0),
     Shape(batch=0, seqlen_k=0, heads_q=4, head_dim=256),
+    Shape(seqlen_k=0, head_dim=128, head_dim_v=96),
 ]
 
 
@@ -396,7 +456,7 @@ def test_empty(shape: Shape, causal: bool, monkeypatch: pytest.MonkeyPatch) -> N
     e4m3 = [x.to(E4M3) for x in (q, k, v)]
     results += [cute_attn.flash_attn_fp8_func(*e4m3, causal=causal, return_lse=True)]
     for out, lse in results:
-        assert out.shape == q.shape and out.dtype == BF16 and bool((out == 0).all())
+        assert out.shape == (*q.shape[:3], v.shape[3]) and out.dtype == BF16 and bool((out == 0).all())
         assert lse.shape == (shape.batch, shape.heads_q, shape.seqlen_q) and lse.dtype == torch.float32
         assert bool((lse == -math.inf).all())
 
@@ -459,6 +519,7 @@ def test_explain_plans_what_the_call_does(monkeypatch: pytest.MonkeyPatch) -> No
             "softmax_scale": 0.125,
             "tile_m": plan.config.tile_m,
             "tile_n": plan.config.tile_n,
+            "pack_gqa": plan.config.pack_gqa,
             "check_keys": plan.config.check_keys,
             "out_dtype": FP16,
             "recipe": plan.recipe,
@@ -470,6 +531,10 @@ def test_explain_of_prepared_operands() -> None:
     codes = cute_attn.quantize(q, k, v, "paper")
     plan = cute_attn.explain(codes, causal=True)
     whole = cute_attn.explain(q, k, v, recipe="paper", causal=True)
+    v_wide = torch.cat((v, v), dim=3)
+    wide = cute_attn.explain(cute_attn.quantize(q, k, v_wide, "paper"), causal=True)
+    assert wide.config == cute_attn.explain(q, k, v_wide, recipe="paper", causal=True).config
+    assert (wide.config.head_dim, wide.config.head_dim_v) == (64, 128)
     assert plan.config == whole.config and plan.recipe == whole.recipe == PRESETS["paper"]
     assert plan.quantize_config is None and whole.quantize_config is not None
     assert cute_attn.explain(codes, recipe="paper", causal=True) is plan
@@ -486,27 +551,59 @@ def test_explain_accepts_inputs_that_require_grad() -> None:
 
 
 class Launches:
-    """Stands for launch.py on a Hopper GPU that is not there; remembers the calls."""
+    """Stands for launch.py on a Hopper GPU that is not there; remembers what is prepared and called."""
 
     def __init__(self) -> None:
+        self.prepared: list[tuple[Any, ...]] = []
+        self.attention: list[tuple[Any, ...]] = []
         self.quantize: list[tuple[Any, ...]] = []
-        self.forward: list[tuple[Any, ...]] = []
+        self.rotary: list[Any] = []  # of every call from 16-bit tensors
+        self.forward: list[tuple[QuantizedQKV, Any, float]] = []
         self.transpose: list[tuple[Tensor, Any]] = []
         self.codes: QuantizedQKV | None = None
 
-    def launch_quantize(
-        self, q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, config: Any, **options: Any
-    ) -> QuantizedQKV:
-        self.quantize.append((q, k, v, recipe, config))
-        return quantize_reference(q, k, v, recipe) if self.codes is None else self.codes
+    def new_attention(self, *about: Any) -> Callable[..., Any]:
+        self.prepared.append(about)
+
+        def call(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, rotary: Any) -> Any:
+            self.rotary.append(rotary)
+            self.attention.append((q, k, v, *about[2:-1]))
+            return (q, q) if return_lse else q
+
+        return call
+
+    def new_quantiser(self, shape_q: Any, shape_k: Any, recipe: Fp8Recipe, config: Any, device: Any) -> Any:
+        self.prepared.append((shape_q, shape_k, recipe, config, device))
+
+        class Quantiser:
+            def __call__(
+                quantiser, q: Tensor, k: Tensor, v: Tensor, k_mean: Any, rotary: Any
+            ) -> QuantizedQKV:
+                self.rotary.append(rotary)
+                assert k_mean is None
+                self.quantize.append((q, k, v, recipe, config))
+                return quantize_reference(q, k, v, recipe) if self.codes is None else self.codes
+
+            def operands(quantiser, workspace: QuantizedQKV, dtype: torch.dtype) -> QuantizedQKV:
+                return workspace
+
+        return Quantiser()
+
+    def new_forward(
+        self, shape_out: Any, shape_k: Any, config: Any, softmax_scale: float, device: Any
+    ) -> Callable[..., Any]:
+        self.prepared.append((shape_out, shape_k, config, softmax_scale, device))
+
+        def call(qkv: QuantizedQKV) -> tuple[Tensor, Tensor]:
+            assert tuple(shape_out) == (*qkv.q.shape[:3], qkv.vt.shape[2]) and shape_k == qkv.k.shape
+            self.forward.append((qkv, config, softmax_scale))
+            return qkv.q, qkv.q_scale
+
+        return call
 
     def launch_transpose_v(self, v: Tensor, config: Any) -> Tensor:
         self.transpose.append((v, config))
         return permute_v(v)
-
-    def launch_forward(self, qkv: QuantizedQKV, config: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        self.forward.append((qkv, config, options))
-        return qkv.q, qkv.q_scale
 
 
 @pytest.fixture
@@ -514,9 +611,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     fake = Launches()
     monkeypatch.setattr("cute_attn.problem.device_capability", lambda device: (9, 0))
     monkeypatch.setattr(api, "device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("cute_attn.launch.launch_quantize", fake.launch_quantize)
+    monkeypatch.setattr("cute_attn.launch.Attention", fake.new_attention)
+    monkeypatch.setattr("cute_attn.launch.Quantiser", fake.new_quantiser)
+    monkeypatch.setattr("cute_attn.launch.Forward", fake.new_forward)
     monkeypatch.setattr("cute_attn.launch.launch_transpose_v", fake.launch_transpose_v)
-    monkeypatch.setattr("cute_attn.launch.launch_forward", fake.launch_forward)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no word of the emulator
         yield fake
@@ -530,11 +628,8 @@ def test_sm90_launches_the_plan(launches: Launches, backend: str, causal: bool) 
     plan = cute_attn.explain(q, k, v, **options)
     assert plan.backend == "sm90" and plan.kernel == plan.config.name
     cute_attn.fp8_attention(q, k, v, softmax_scale=0.3, **options)
-    (quantised,), (attended,) = launches.quantize, launches.forward
-    assert quantised == (q, k, v, PRESETS["paper"], plan.quantize_config)
-    codes, config, given = attended
-    assert config == plan.config and codes.recipe == PRESETS["paper"]
-    assert given == {"causal": causal, "softmax_scale": 0.3, "out_dtype": FP16}
+    assert launches.attention == [(q, k, v, PRESETS["paper"], plan.quantize_config, plan.config, 0.3)]
+    assert plan.config.causal == causal and plan.config.out_dtype == "fp16"
 
 
 def test_sm90_takes_prepared_operands_as_they_are(launches: Launches) -> None:
@@ -542,7 +637,8 @@ def test_sm90_takes_prepared_operands_as_they_are(launches: Launches) -> None:
     codes = cute_attn.quantize(q, k, v)
     cute_attn.fp8_attention_quantized(codes, causal=True)
     assert launches.forward[0][0] is codes
-    assert launches.forward[0][1].causal is False and launches.forward[0][2]["causal"] is False
+    assert launches.forward[0][1].causal is False
+    assert launches.forward[0][2] == 64**-0.5
 
     e4m3 = [x.to(E4M3) for x in (q, k, v)]
     cute_attn.flash_attn_fp8_func(*e4m3)
@@ -551,18 +647,11 @@ def test_sm90_takes_prepared_operands_as_they_are(launches: Launches) -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "sm90"])
-@pytest.mark.parametrize("padding", [0, 1, 16])
-def test_sm90_transposes_ready_v_on_the_device(launches: Launches, padding: int, backend: str) -> None:
-    """Rows of V that are `padding` bytes longer than head_dim; only what TMA could not read is copied."""
+def test_sm90_transposes_ready_v_on_the_device(launches: Launches, backend: str) -> None:
     q, k, v = (x.to(E4M3) for x in Shape(batch=2, seqlen_q=9, seqlen_k=77, head_dim=128).tensors())
-    wide = torch.zeros(2, 77, 2, 128 + padding, dtype=torch.uint8)
-    wide[..., :128] = v.view(torch.uint8)
-    v = wide[..., :128].view(E4M3)
     cute_attn.flash_attn_fp8_func(q, k, v, backend=backend)
     ((given, config),) = launches.transpose
-    assert config == transpose_config(128)
-    assert given.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in given.stride()[:-1])
-    assert torch.equal(given.float(), v.float()) and (given is v) == (padding != 1)
+    assert config == transpose_config(128) and given is v
     qkv = launches.forward[0][0]
     assert torch.equal(qkv.vt.float(), permute_v(v).float())
     cute_attn.flash_attn_fp8_func(q, k, v, backend="emulator")
@@ -575,32 +664,72 @@ def test_sm90_launches_nothing_for_empty_inputs(launches: Launches) -> None:
         cute_attn.fp8_attention(q, k, v)
         cute_attn.fp8_attention_quantized(cute_attn.quantize(q, k, v))
         cute_attn.flash_attn_fp8_func(*(x.to(E4M3) for x in (q, k, v)))
-    assert not launches.quantize and not launches.transpose and not launches.forward
+    assert not launches.prepared and not launches.transpose
 
 
-@pytest.mark.parametrize("view", [fused_qkv, head_major, wide_rows])
-def test_sm90_gets_aligned_tensors(
-    launches: Launches, view: Callable[..., tuple[Tensor, Tensor, Tensor]]
-) -> None:
-    """TMA wants addresses and strides that are multiples of 16 bytes; only other tensors are copied."""
-    tensors = Shape(batch=2, seqlen_q=17, seqlen_k=17).tensors()
-    views = view(*tensors)
-    cute_attn.fp8_attention(*views)
-    for given, original, value in zip(launches.quantize[0], views, tensors, strict=False):
-        assert given.data_ptr() % 16 == 0 and given.stride(-1) == 1
-        assert all(stride * given.element_size() % 16 == 0 for stride in given.stride()[:-1])
-        assert torch.equal(given, value)
-        assert (given is original) == (view is not wide_rows)
+def test_sm90_prepares_a_call_once(launches: Launches) -> None:
+    """And again for whatever the launch depends on: shapes, dtypes, options; not for strides and addresses."""
+    q, k, v = Shape(batch=2, seqlen_q=17, seqlen_k=17).tensors()
 
-    e4m3 = [x.to(E4M3) for x in tensors]
-    odd = [
-        torch.cat([x.view(torch.uint8), x.view(torch.uint8)[..., :1]], -1)[..., :64].view(E4M3) for x in e4m3
-    ]
-    cute_attn.flash_attn_fp8_func(*odd)
-    codes = launches.forward[-1][0]
-    for given, value in ((codes.q, e4m3[0]), (codes.k, e4m3[1])):
-        assert all(stride % 16 == 0 for stride in given.stride()[:-1])
-        assert torch.equal(given.float(), value.float())
+    def calls() -> list[Callable[[], object]]:
+        attend, codes = cute_attn.fp8_attention, cute_attn.quantize(q, k, v)
+        attend_codes = cute_attn.fp8_attention_quantized
+        return [
+            lambda: attend(q, k, v),
+            lambda: attend(q, k, v, causal=True),
+            lambda: attend(q, k, v, softmax_scale=0.5),
+            lambda: attend(q, k, v, softmax_scale=1.0),
+            lambda: attend(q, k, v, recipe="fp8"),
+            lambda: attend(q, k, v, out_dtype=FP16),
+            lambda: attend(q[:, :16], k, v),
+            lambda: attend(q, k[:, :, :1], v[:, :, :1]),
+            lambda: attend(*(x.half() for x in (q, k, v))),
+            lambda: cute_attn.quantize(q, k, v, "fp8"),
+            lambda: attend_codes(codes),
+            lambda: attend_codes(codes, causal=True),
+            lambda: attend_codes(codes, softmax_scale=0.5),
+            lambda: attend_codes(codes, out_dtype=FP16),
+        ]
+
+    for call in calls():
+        before = len(launches.prepared)
+        for _ in range(3):
+            call()
+        assert len(launches.prepared) == before + 1
+    before = len(launches.prepared)
+    for call in calls():
+        call()
+    cute_attn.fp8_attention(*head_major(q, k, v), return_lse=True)
+    assert len(launches.prepared) == before
+
+
+@pytest.mark.parametrize(
+    "bad", [{"causal": 1}, {"softmax_scale": True}, {"recipe": "none"}, {"backend": "gpu"}]
+)
+def test_sm90_refuses_what_only_compares_equal(launches: Launches, bad: dict[str, Any]) -> None:
+    """1 == True, and both hash to the same."""
+    q, k, v = Shape(seqlen_q=5, seqlen_k=9).tensors()
+    good = {"causal": True, "softmax_scale": 1.0}
+    codes = cute_attn.quantize(q, k, v)
+    cute_attn.fp8_attention(q, k, v, **good)
+    cute_attn.fp8_attention_quantized(codes, **good)
+    with pytest.raises((TypeError, ValueError), match=next(iter(bad))):
+        cute_attn.fp8_attention(q, k, v, **good | bad)
+    if "recipe" not in bad:
+        with pytest.raises((TypeError, ValueError), match=next(iter(bad))):
+            cute_attn.fp8_attention_quantized(codes, **good | bad)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_sm90_refuses_gradients_in_every_call(launches: Launches, name: str) -> None:
+    tensors = dict(zip("qkv", Shape(seqlen_q=5, seqlen_k=9).tensors(), strict=True))
+    for function in (cute_attn.fp8_attention, cute_attn.quantize):
+        function(**tensors)
+        wanting = tensors | {name: tensors[name].clone().requires_grad_()}
+        with pytest.raises(NotImplementedError, match=f"{name} requires grad"):
+            function(**wanting)
+        with torch.no_grad():
+            function(**wanting)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -645,16 +774,16 @@ def test_host_path_runs_no_torch_operation(launches: Launches) -> None:
             cute_attn.fp8_attention_quantized(codes, return_lse=True)
             cute_attn.explain(q, k, v)
         assert ops.count == 0
-    assert len(launches.forward) == 4
+    assert len(launches.attention) == len(launches.forward) == 2
 
 
-def test_remembered_plans_are_bounded(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_MAX_PLANS", 8)
+def test_remembered_calls_are_bounded(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_MAX_CALLS", 8)
     x = torch.zeros(1, 40, 1, 64, dtype=BF16)
     for seqlen in range(1, 41):
-        plan = cute_attn.explain(x[:, :seqlen], x, x)
-        assert plan.problem.seqlen_q == seqlen
-        assert len(api._plans) <= 8
+        cute_attn.fp8_attention(x[:, :seqlen], x, x)
+        assert launches.prepared[-1][0][1] == seqlen
+        assert len(api._calls) <= 8
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -694,9 +823,156 @@ def test_gpu_fp8_tensors() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["naive", "accurate"])
+def test_gpu_repeated_calls(recipe: str) -> None:
+    """A call that is ready gives what the first one gave, holds no memory, and looks at its tensors anew."""
+    q, k, v = Shape(batch=2, seqlen_q=70, seqlen_k=133, heads_q=4).tensors(device="cuda")
+
+    def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return cute_attn.fp8_attention(*tensors, recipe=recipe, return_lse=True)
+
+    first = call(q, k, v)
+    before = torch.cuda.memory_allocated()
+    for given in ((q, k, v), head_major(q, k, v), wide_rows(q, k, v)):
+        out, lse = call(*given)
+        assert torch.equal(out, first[0]) and torch.equal(lse, first[1])
+        assert torch.equal(cute_attn.fp8_attention(*given, recipe=recipe), first[0])
+        del given, out, lse
+    assert torch.cuda.memory_allocated() == before
+    with pytest.raises(TypeError, match=r"k has dtype torch\.float16; allowed: that of q"):
+        call(q, k.half(), v)
+    with pytest.raises(ValueError, match="v is on device cpu"):
+        call(q, k, v.cpu())
+    codes = cute_attn.quantize(q, k, v, recipe)
+    for _ in range(2):
+        out, lse = cute_attn.fp8_attention_quantized(codes, return_lse=True)
+        assert torch.equal(out, first[0]) and torch.equal(lse, first[1])
+
+
+@pytest.mark.gpu
+def test_gpu_that_is_not_current() -> None:
+    """The compiled functions make the device of their tensors current, and the old one again."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    tensors = Shape(seqlen_q=70, seqlen_k=133).tensors(device="cuda:0")
+    want = cute_attn.fp8_attention(*tensors, return_lse=True)
+    there = [x.to("cuda:1") for x in tensors]
+    with torch.cuda.device(0):
+        for _ in range(2):
+            out, lse = cute_attn.fp8_attention(*there, return_lse=True)
+            assert torch.cuda.current_device() == 0 and out.device == lse.device == there[0].device
+            assert torch.equal(out.cpu(), want[0].cpu()) and torch.equal(lse.cpu(), want[1].cpu())
+        codes = cute_attn.quantize(*there)
+        assert torch.equal(cute_attn.fp8_attention_quantized(codes).cpu(), want[0].cpu())
+        assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_gpu_device_mismatch(name: str) -> None:
     tensors = dict(zip("qkv", Shape(seqlen_q=5, seqlen_k=9).tensors(device="cuda"), strict=True))
     tensors[name] = tensors[name].cpu()
     with pytest.raises(ValueError, match=f"{name} is on device cpu; allowed: that of q, cuda:0"):
         cute_attn.fp8_attention(**tensors)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Rotary position embedding
+# ------------------------------------------------------------------------------------------------------------
+
+
+def angles(seqlen: int, pairs: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    turn = torch.arange(seqlen)[:, None] * 10000.0 ** (-torch.arange(pairs) / pairs)
+    return turn.cos().to(dtype), turn.sin().to(dtype)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding_is_that_of_embedded_tensors(interleaved: bool) -> None:
+    q, k, v = Shape(seqlen_q=65, seqlen_k=130).tensors()
+    cos, sin = angles(200, 16)
+    out = cute_attn.fp8_attention(
+        q,
+        k,
+        v,
+        causal=True,
+        rotary_cos=cos,
+        rotary_sin=sin,
+        rotary_interleaved=interleaved,
+        backend="emulator",
+    )
+
+    def embedded(x: Tensor, first: int) -> Tensor:
+        """By complex numbers: column pair i of a row at position j turns by its angle."""
+        pairs = x[..., :32].double()
+        pairs = (
+            pairs.unflatten(-1, (16, 2)) if interleaved else pairs.unflatten(-1, (2, 16)).transpose(-1, -2)
+        )
+        rows = slice(first, first + x.shape[1])
+        turn = torch.complex(cos[rows].double(), sin[rows].double())[:, None]
+        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+        turned = turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
+        return torch.cat((turned, x[..., 32:].double()), dim=-1)
+
+    want, _ = attention(embedded(q, 65), embedded(k, 0), v, causal=True, softmax_scale=q.shape[3] ** -0.5)
+    assert (out.double() - want).pow(2).mean().sqrt() < 0.05 * want.pow(2).mean().sqrt()
+    without = cute_attn.fp8_attention(q, k, v, causal=True, backend="emulator")
+    assert (without.double() - want).pow(2).mean().sqrt() > 0.2 * want.pow(2).mean().sqrt()
+
+
+def test_rotary_embedding_reaches_the_launch(launches: Launches) -> None:
+    q, k, v = Shape().tensors()
+    cos, sin = angles(k.shape[1], 8)
+    rotary = {"rotary_cos": cos, "rotary_sin": sin}
+    cute_attn.fp8_attention(q, k, v, **rotary)  # type: ignore[call-overload]
+    cute_attn.fp8_attention(q, k, v)
+    cute_attn.quantize(q, k, v, rotary_interleaved=True, **rotary)  # type: ignore[arg-type]
+    assert [None if x is None else (x.cos is cos, x.sin is sin, x.interleaved) for x in launches.rotary] == [
+        (True, True, False),
+        None,
+        (True, True, True),
+    ]
+    assert [
+        config.rotary for about in launches.prepared for config in about if hasattr(config, "rotary")
+    ] == [
+        "half",
+        "none",
+        "interleaved",
+    ]
+    plan = cute_attn.explain(q, k, v, **rotary)  # type: ignore[arg-type]
+    assert "rotary_half" in str(plan)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"rotary_sin": None}, ValueError, "rotary_cos is given and rotary_sin is None"),
+        ({"rotary_cos": None, "rotary_sin": None, "rotary_interleaved": True}, ValueError, "allowed: False"),
+        ({"rotary_interleaved": 1}, TypeError, "rotary_interleaved is 1; allowed: a bool"),
+        ({"rotary_cos": 3}, TypeError, "rotary_cos is a int; allowed: a torch.Tensor"),
+        ({"rotary_sin": torch.zeros(200, 8)}, TypeError, "rotary_sin has dtype torch.float32"),
+        ({"rotary_cos": torch.zeros(3, 8, dtype=torch.bfloat16)}, ValueError, r"rotary_cos is \(3, 8\)"),
+    ],
+)
+def test_rotary_arguments_are_checked_in_every_call(
+    launches: Launches, known: bool, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    q, k, v = Shape().tensors()
+    cos, sin = angles(k.shape[1], 8)
+    good = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
+    for function in (cute_attn.fp8_attention, cute_attn.quantize):
+        if known:
+            function(q, k, v, **good)  # type: ignore[operator]
+        before = len(launches.rotary)
+        with pytest.raises(error, match=message):
+            function(q, k, v, **{**good, **change})  # type: ignore[operator]
+        assert len(launches.rotary) == before
+    with pytest.raises(error, match=message):
+        cute_attn.explain(q, k, v, **{**good, **change})  # type: ignore[arg-type]
+
+
+def test_gradients_of_rotary_tables_are_refused(launches: Launches) -> None:
+    q, k, v = Shape().tensors()
+    cos, sin = angles(k.shape[1], 8)
+    with pytest.raises(NotImplementedError, match="rotary_cos"):
+        cute_attn.fp8_attention(q, k, v, rotary_cos=cos.requires_grad_(), rotary_sin=sin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import json
 import math
@@ -20,12 +21,12 @@ import torch
 
 from cute_attn import reference
 from cute_attn.bench import __main__ as cli
-from cute_attn.bench import cases, figures, lengths, peers, record, report, timing
+from cute_attn.bench import cases, figures, lengths, overhead, peers, record, report, timing
 from cute_attn.kernels.config import FwdConfig, QuantizeConfig
 
 CASE = cases.Case(batch=2, seqlen_q=200, seqlen_k=200, heads_q=4, heads_k=2, head_dim=64, causal=True)
-FWD = FwdConfig(128, 128, 256, 2, "e4m3", "code", True, "bf16")
-QUANTIZE = QuantizeConfig(128, "bf16", "e4m3", "token", "block64", "block", rotate=True, smooth=True)
+FWD = FwdConfig(128, 128, 128, 256, 2, "e4m3", "code", True, "bf16")
+QUANTIZE = QuantizeConfig(128, 128, "bf16", "e4m3", "token", "block64", "block", rotate=True, smooth=True)
 
 
 def meta(**git: Any) -> dict[str, Any]:
@@ -90,13 +91,27 @@ def test_parser_overrides() -> None:
     assert cells == [cases.Case(3, n, n, 6, 2, 64, True) for n in (100, 300)]
 
 
+def test_any_head_dim_fills_the_hidden_size() -> None:
+    """As many heads as fit: 2048 columns are 25 heads of 80."""
+    words = "--head-dim 32,48,80,96,240 --seqlen 512 --causal 0"
+    cells = cli.Run(cli.build_parser().parse_args(words.split()), None, None).cells()
+    assert [(case.head_dim, case.heads_q) for case in cells] == [
+        (32, 64),
+        (48, 42),
+        (80, 25),
+        (96, 21),
+        (240, 8),
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--dtype int4", "--dtype"),
         ("--seqlen 0", "at least 1"),
         ("--seqlen 128,x", "got 'x'"),
-        ("--head-dim 96", "64, 128 or 256, got 96"),
+        ("--head-dim 100", "a multiple of 16 from 32 to 256, got 100"),
+        ("--head-dim 64,272", "a multiple of 16 from 32 to 256, got 272"),
         ("--causal 2", "--causal"),
         ("--providers fa3,nobody", "unknown 'nobody'; choose from"),
         ("--providers fa3,fa3", "names something twice"),
@@ -107,7 +122,7 @@ def test_parser_overrides() -> None:
         ("--recipe default,accurate", "one recipe twice"),
         ("--min-batch-ms 0", "must be positive"),
         ("--tensors /no/such.safetensors", "no file /no/such.safetensors"),
-        ("--hidden 100", "multiple of head_dim"),
+        ("--hidden 100", "hidden must be at least head_dim, got hidden 100 and head_dim 128"),
         ("--heads 6 --heads-k 4", "heads_k must divide"),
         ("--dtype bf16 --providers cudnn,fa3", "nothing to time for cudnn"),
     ],
@@ -121,13 +136,14 @@ def test_bad_command_lines_name_the_option(
     assert message in capsys.readouterr().err
 
 
-def test_speed_report_without_hopper_is_an_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["speed", "overhead"])
+def test_timing_without_hopper_is_an_error(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli, "hopper_device", lambda: (False, "no CUDA GPU is visible to torch"))
     with pytest.raises(SystemExit):
-        cli.main(["--report", "speed"])
-    assert "--report speed needs a Hopper GPU" in capsys.readouterr().err
+        cli.main(["--report", name])
+    assert f"--report {name} needs a Hopper GPU" in capsys.readouterr().err
 
 
 # --- cases
@@ -668,9 +684,12 @@ def kernel_figures(config: Any, **changes: Any) -> SimpleNamespace:
 
 def test_tile_steps_count_what_the_mask_leaves() -> None:
     case = cases.Case(1, 1024, 1024, 2, 2, 128, True)
-    full = FwdConfig(128, 128, 256, 2, "e4m3", "code", False, "bf16")
+    full = FwdConfig(128, 128, 128, 256, 2, "e4m3", "code", False, "bf16")
     assert figures.tile_steps(full, case) == 2 * 8 * 4
     assert figures.tile_steps(FWD, case) == 2 * (1 + 1 + 2 + 2 + 3 + 3 + 4 + 4)
+    packed = dataclasses.replace(FWD, pack_gqa=2)  # two heads in a tile: 64 queries of each
+    steps = [-(-(64 * (i + 1)) // 256) for i in range(16)]
+    assert figures.tile_steps(packed, dataclasses.replace(case, heads_k=1)) == sum(steps)
     # 100 queries at the end of 300 keys see 201 to 300 of them; 300 queries over 100 keys: 200 rows see none
     assert figures.tile_steps(FWD, cases.Case(1, 100, 300, 1, 1, 128, True)) == 2
     assert figures.tile_steps(FWD, cases.Case(1, 300, 100, 1, 1, 128, True)) == 0 + 1 + 1
@@ -681,6 +700,9 @@ def test_roofline_arithmetic() -> None:
     # 128 / 32 + 256 / 32 = 12 WGMMA instructions a step, 24 in the code: two copies of 1200 instructions
     assert figures.step_copies(FWD, {"QGMMA": 24}) == 2
     assert figures.step_copies(FWD, {"QGMMA": 16, "IGMMA": 8}) == 2
+    # head_dim 80 takes 3 steps for each half of the keys, head_dim_v 144 in parts of 64, 64 and 16: 6 + 3 * 8
+    parts = dataclasses.replace(FWD, head_dim=80, head_dim_v=144, qk_splits=2, pv_part=64)
+    assert figures.step_copies(parts, {"QGMMA": 60}) == 2
     bounds = figures.forward_roofline(FWD, case, {"QGMMA": 24, "MUFU": 12}, 2400)
     steps, clock = 40, 132 * 1979e12 / (132 * 8192)
     assert bounds.tensor_ms == pytest.approx(steps * 2 * 128 * 256 * (256 + 8) / 1979e12 * 1e3)
@@ -689,6 +711,11 @@ def test_roofline_arithmetic() -> None:
     elements = 1024 * 2 * 128
     assert bounds.hbm_ms == pytest.approx((5 * elements + 4 * (2 * 2048 + 2 * 16 + 2 * 4)) / 4.8e12 * 1e3)
     assert bounds.unit == "issue" and bounds.ms == bounds.issue_ms
+    other = dataclasses.replace(FWD, head_dim=80, head_dim_v=112)
+    wide = figures.forward_roofline(other, dataclasses.replace(case, head_dim=80), {}, None)
+    assert wide.tensor_ms == pytest.approx(steps * 2 * 128 * 256 * (96 + 112 + 8) / 1979e12 * 1e3)
+    moved = 1024 * 2 * (80 + 80 + 112 + 2 * 112) + 4 * (2 * 2048 + 2 * 16 + 2 * 4)
+    assert wide.hbm_ms == pytest.approx(moved / 4.8e12 * 1e3)
     blind = figures.forward_roofline(FWD, case, {}, None)
     assert blind.issue_ms is None and blind.mufu_ms is None and blind.unit in ("tensor", "HBM")
 
@@ -697,8 +724,13 @@ def test_quantiser_bytes() -> None:
     case = cases.Case(1, 512, 512, 4, 2, 128, False)
     scales = 4 * 512 + 2 * 8 + 2 * 2
     assert figures.quantize_bytes(QUANTIZE, case) == 3 * 512 * 128 * (4 + 2 * 2) + 4 * (scales + 4 * 512)
-    transpose = QuantizeConfig(128, "e4m3", "e4m3", "token", "block64", "block", rotate=False, smooth=False)
+    transpose = QuantizeConfig(
+        128, 128, "e4m3", "e4m3", "token", "block64", "block", rotate=False, smooth=False
+    )
     assert figures.quantize_bytes(transpose, case) == 2 * 512 * 128 * 2
+    narrow = dataclasses.replace(QUANTIZE, head_dim_v=64)
+    saved = 3 * 512 * 64 * 2
+    assert figures.quantize_bytes(narrow, case) == figures.quantize_bytes(QUANTIZE, case) - saved
 
 
 def test_figure_rows_and_grids() -> None:
@@ -708,6 +740,10 @@ def test_figure_rows_and_grids() -> None:
     rows = figures.figure_rows(configs, found, shapes)
     record.validate(meta(), rows)
     assert rows[0]["ms"] is None and rows[0]["QGMMA"] == 24 and rows[0]["mufu_ex2"] == 8
+    assert all(row["head_dim_v"] == 128 for row in rows)
+    mixed = dataclasses.replace(FWD, head_dim_v=64)
+    (row,) = figures.figure_rows([mixed], [kernel_figures(mixed)], shapes)
+    assert row["implied_tflops"] == pytest.approx(0.75 * shapes[128, True].flops / row["implied_ms"] / 1e9)
     assert rows[0]["implied_tflops"] == pytest.approx(shapes[128, True].flops / rows[0]["implied_ms"] / 1e9)
     assert (rows[1]["status"], rows[1]["reason"]) == ("failed", "RuntimeError: ptxas said no")
     assert rows[2]["implied_bound"] == "HBM" and rows[2]["causal"] is None
@@ -756,7 +792,8 @@ def test_run_without_a_gpu(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(cli, "hopper_device", lambda: (False, "no CUDA GPU is visible to torch"))
-    stub_kernels(monkeypatch, [FWD, QUANTIZE], kernel_figures)
+    others = [dataclasses.replace(FWD, pack_gqa=8), dataclasses.replace(FWD, head_dim=96, head_dim_v=96)]
+    stub_kernels(monkeypatch, [FWD, QUANTIZE, *others], kernel_figures)  # others: not of the default shapes
     files = {name: tmp_path / f"x.{name}" for name in ("json", "csv", "markdown", "plot")}
     files["plot"] = tmp_path / "x.png"
     words = [word for name, path in files.items() for word in (f"--{name}", str(path))]
@@ -766,6 +803,7 @@ def test_run_without_a_gpu(
     assert "EMULATOR" in text and "tiny" in text and "implied, not measured" in text and FWD.name in text
     found = record.read(files["json"])
     assert {row["phase"] for row in found.rows} == {"accuracy_total", "accuracy_kernel", "figures"}
+    assert [row["kernel"] for row in found.rows if row["phase"] == "figures"] == [FWD.name, QUANTIZE.name]
     errors = {row["recipe"]: row for row in found.rows if row["phase"] == "accuracy_total"}
     assert list(errors) == ["naive", "naive-lifted", "paper", "fp8", "accurate"]
     assert all(row["backend"] == "emulator" and row["rel_rmse"] > 0 for row in errors.values())
@@ -844,3 +882,84 @@ def test_kernel_error_by_length_runs_on_any_backend() -> None:
     assert rows[0]["rel_rmse"] < 0.005 and rows[1]["rel_rmse"] < 0.01
     grid = report.error_grid(rows)
     assert grid is not None and grid.lines[0][:4] == ["fp8", "64", "0.5", "emulator"]
+
+
+# --- host time
+
+
+def test_host_time_is_that_of_a_call_in_a_batch() -> None:
+    now, made, waited = [0.0], [0], [0]
+
+    def call() -> None:
+        made[0] += 1
+        now[0] += 3e-6 if waited[0] < 3 else 7e-6  # the second of two counted batches is slower
+
+    def synchronize() -> None:
+        waited[0] += 1
+        now[0] += 1.0  # not in the time
+
+    times = overhead.batch_times(call, batches=2, calls=10, synchronize=synchronize, clock=lambda: now[0])
+    assert times == pytest.approx([3.0, 7.0]) and made[0] == 30 and waited[0] == 4
+
+
+def test_host_time_on_any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    def need(module: str) -> Any:
+        raise peers.NotRun("unavailable", f"cannot import {module}")
+
+    monkeypatch.setattr(peers, "need", need)
+    options: dict[str, Any] = {"backend": "emulator", "device": "cpu", "synchronize": lambda: None}
+    rows = overhead.measure(["fp8"], batches=1, calls=1, **options)
+    record.validate(meta(), rows)
+    assert [(row["provider"], row["kernel"], row["status"]) for row in rows] == [
+        ("cute_attn", "fp8_attention", "ok"),
+        ("cute_attn", "fp8_attention, lse", "ok"),
+        ("cute_attn", "quantize", "ok"),
+        ("cute_attn", "fp8_attention_quantized", "ok"),
+        ("torch", "x + x", "ok"),
+        ("torch", "scaled_dot_product_attention", "ok"),
+        ("fa3", "flash_attn_func", "unavailable"),
+        ("fa3", "flash_attn_func", "unavailable"),
+    ]
+    rows[0].update(ms=0.0234, ms_min=0.021, ms_max=0.03)
+    rows[1].update(ms=None, ms_min=None, ms_max=None, status="failed", reason="RuntimeError: no")
+    grid = overhead.overhead_grid(rows)
+    assert grid is not None and overhead.overhead_grid([]) is None
+    assert grid.lines[0] == ["cute_attn", "fp8_attention", "fp8", "23.4", "21.0", "30.0"]
+    assert grid.lines[1][2:] == ["fp8", "failed", "", ""] and grid.sections == {3}
+    assert grid.notes[0] == "cute_attn fp8_attention, lse fp8: RuntimeError: no"
+
+
+def test_overhead_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "hopper_device", lambda: (True, "a GPU of this test"))
+    asked: list[list[str]] = []
+
+    def measure(recipes: list[str]) -> list[dict[str, Any]]:
+        asked.append(recipes)
+        shape = overhead.CASE.fields
+        row = record.make_row(provider="cute_attn", kernel="quantize", phase="overhead", dtype="fp8", **shape)
+        return [row | {"ms": 0.02, "ms_min": 0.02, "ms_max": 0.02}]
+
+    monkeypatch.setattr(overhead, "measure", measure)
+    path = tmp_path / "x.json"
+    assert cli.main(["--report", "overhead", "--json", str(path), "--markdown", str(tmp_path / "x.md")]) == 0
+    assert asked == [["accurate"]] and record.read(path).rows[0]["phase"] == "overhead"
+    assert "Host time of a call" in capsys.readouterr().out
+    assert "Host time of a call" in (tmp_path / "x.md").read_text()
+
+
+def test_stored_bytes_are_those_of_the_parts() -> None:
+    """Not those of the storage that the parts of a quantised tensor share, nor of what an expanded scale repeats."""
+    storage = torch.zeros(4096, dtype=torch.uint8)
+    floats = storage.view(torch.float32)
+    qkv = SimpleNamespace(
+        q=storage[:1024].view(1, 4, 2, 128),
+        k=storage[1024:1536].view(1, 2, 2, 128),
+        vt=storage[1536:2048].view(1, 2, 128, 2),
+        q_scale=floats[512:520].view(1, 2, 4),
+        k_scale=torch.ones(1, 2, 1).expand(1, 2, 50),
+        v_scale=torch.ones(()).expand(1, 2, 50),
+        q_dot_mean=None,
+    )
+    assert peers._stored_bytes(qkv) == 1024 + 512 + 512 + 32 + 8 + 4

@@ -1,11 +1,13 @@
-"""Every shipped kernel compiles for sm_90a, and its code keeps the limits. Needs no GPU.
+"""A sample of the kernels compiles for sm_90a, and their code keeps the limits. Needs no GPU.
 
-The compilations run once for all tests, in two processes: about three minutes on two cores.
+`plan.all_forward_configs` says what is sampled. The compilations run once for all tests, in two processes:
+about five minutes on two cores.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -21,9 +23,9 @@ import pytest
 from cute_attn import cache, plan
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelFigures
-from cute_attn.kernels.config import REGISTERS_PER_SM, SMEM_LIMIT, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import HEAD_DIMS, REGISTERS_PER_SM, SMEM_LIMIT, FwdConfig, QuantizeConfig
+from cute_attn.problem import Problem
 from cute_attn.quantize import PRESETS
-from cute_attn.validate import HEAD_DIMS
 
 FORWARD, QUANTISE = plan.all_forward_configs(), plan.all_quantize_configs()
 
@@ -32,7 +34,7 @@ Figures = Callable[[FwdConfig | QuantizeConfig], KernelFigures]
 
 @pytest.fixture(scope="session")
 def figures() -> Iterator[Figures]:
-    """`inspect` of a shipped configuration. The first request compiles all of them, in processes, as the DSL
+    """`inspect` of a sampled configuration. The first request compiles all of them, in processes, as the DSL
     aborts where two threads compile at once."""
     jobs: dict[Any, concurrent.futures.Future[KernelFigures]] = {}
     pool = concurrent.futures.ProcessPoolExecutor(
@@ -59,15 +61,20 @@ def test_forward_kernel(config: FwdConfig, figures: Figures) -> None:
     assert found.name == config.name
     no_spills(found)
     assert not found.serialized_wgmma
-    # Steps of k = 32: Q K^T takes head_dim / 32 of them, P V one for 32 keys and part of head_dim.
-    steps_qk, steps_pv = config.head_dim // 32, config.pv_splits * (config.tile_n // 32)
+    # Steps of k = 32: Q K^T takes head_dim / 32 of them, rounded up, for each of its parts, P V one for 32
+    # keys and part of head_dim_v.
+    steps_qk = config.qk_splits * (config.head_dim_padded // 32)
+    steps_pv = len(config.pv_parts) * (config.tile_n // 32)
+    # The code holds whole copies of the loop's step, at least one.
     if config.qk_dtype == "int8":
-        assert found.counts["IGMMA"] >= steps_qk and found.counts["QGMMA"] >= steps_pv
-        assert found.counts["IGMMA"] % steps_qk == found.counts["QGMMA"] % steps_pv == 0
+        copies, rest = divmod(found.counts["QGMMA"], steps_pv)
+        assert copies >= 1 and rest == 0 and found.counts["IGMMA"] == copies * steps_qk
     else:
-        assert found.counts["IGMMA"] == 0 and found.counts["QGMMA"] >= steps_qk + steps_pv
+        copies, rest = divmod(found.counts["QGMMA"], steps_qk + steps_pv)
+        assert copies >= 1 and rest == 0 and found.counts["IGMMA"] == 0
     assert found.counts["HGMMA"] == 0
-    assert found.counts["UTMALDG"] >= 3 and found.counts["UTMASTG"] >= 1  # Q, K and V; O
+    assert found.counts["UTMALDG"] >= 3  # Q, K and V
+    assert found.counts["UTMASTG"] >= 1  # O
     assert found.counts["USETMAXREG"] == 2  # the producer gives registers, the consumers take them
     # All threads start with an equal share, in steps of 8; setmaxnreg deals it out again.
     assert found.registers % 8 == 0 and found.registers <= REGISTERS_PER_SM // config.threads
@@ -85,7 +92,7 @@ def test_quantiser(config: QuantizeConfig, figures: Figures) -> None:
     assert found.registers <= 255 and 0 < found.smem_bytes <= SMEM_LIMIT
 
 
-def test_configurations_are_all_shipped_kernels() -> None:
+def test_configurations_are_the_sample() -> None:
     configs = compiler.configurations()
     assert len(set(configs)) == len(configs) and set(configs) == {*FORWARD, *QUANTISE}
 
@@ -146,7 +153,7 @@ def test_threads_compile_a_kernel_once(fresh: None, monkeypatch: pytest.MonkeyPa
 
 
 def test_failed_compilations_are_not_remembered(fresh: None, cache_folder: Path) -> None:
-    impossible = FwdConfig(64, 128, 192, 2, "e4m3", "code", False, "bf16")
+    impossible = FwdConfig(64, 64, 128, 192, 2, "e4m3", "code", False, "bf16")
     for _ in range(2):
         with pytest.raises(ValueError, match="tile_n must be a multiple of 64 that divides 256, got 192"):
             compiler.compile_kernel(impossible)
@@ -158,6 +165,7 @@ PROCESS = """
 import time
 from cute_attn import compile as compiler, plan
 import cutlass.cute, torch
+from cute_attn.kernels.operands import Layout
 
 build, built = compiler.build, []
 def counted(config, options=""):
@@ -170,7 +178,7 @@ start = time.perf_counter()
 kernel = compiler.compile_kernel(config)
 print(len(built), time.perf_counter() - start)
 assert compiler.compile_kernel(config) is kernel
-f8, scalars = torch.float8_e4m3fn, lambda *shape: torch.zeros(shape)
+f8 = torch.float8_e4m3fn
 args = {args}
 try:
     kernel(*args)
@@ -182,10 +190,8 @@ TRANSPOSE = (
     "[torch.zeros(1, 16, 1, 64).to(f8), torch.zeros(1, 1, 64, 16).to(f8)]",
 )
 ATTEND = (
-    "plan.forward_config(64, 'e4m3', False, 'ex2', 'fp16')",
-    "[*(torch.zeros(1, 16, 1, 64).to(f8) for _ in range(2)), torch.zeros(1, 1, 64, 16).to(f8), "
-    "scalars(1, 1, 16), scalars(1, 1, 4)[..., :1], scalars(1, 1, 1), scalars(1, 1, 16), "
-    "torch.zeros(1, 16, 1, 64).half(), scalars(1, 1, 16), 0.125, 0.125]",
+    "plan.forward_config(64, 64, 'e4m3', False, 'ex2', 'fp16')",
+    "[torch.zeros(1, 16, 1, 64).half(), 0, 0, 0, Layout(*[0] * len(Layout._fields)), 0.125, 0.125, 132]",
 )
 
 
@@ -222,11 +228,11 @@ def test_command_fills_the_cache(
     cache_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of the four kernels that the default recipe wants for one head_dim and dtype, and again from disk."""
-    wanted = compiler._chosen(["default"], [64], ["bf16"])
+    wanted = compiler._chosen(["default"], [(64, 64)], ["bf16"], [1])
     assert [config.name for config in wanted] == [
-        plan.quantize_config(PRESETS["default"], 64, "bf16").name,
-        plan.forward_config(64, "int8", False, "code", "bf16").name,
-        plan.forward_config(64, "int8", True, "code", "bf16").name,
+        plan.quantize_config(PRESETS["default"], 64, 64, "bf16").name,
+        plan.forward_config(64, 64, "int8", False, "code", "bf16").name,
+        plan.forward_config(64, 64, "int8", True, "code", "bf16").name,
         plan.transpose_config(64).name,
     ]
     monkeypatch.setattr(compiler, "_chosen", lambda *args: [wanted[0], wanted[3]])
@@ -237,17 +243,52 @@ def test_command_fills_the_cache(
         assert len(list(cache_folder.glob("*.o"))) == 2
 
 
-def test_all_recipes_and_dtypes_are_all_kernels() -> None:
-    chosen = compiler._chosen(list(PRESETS), list(HEAD_DIMS), ["bf16", "fp16"])
-    named = {(recipe.qk_dtype, recipe.p_rounding) for recipe in PRESETS.values()}
-    forward = {config for config in FORWARD if (config.qk_dtype, config.p_rounding) in named}
-    assert set(chosen) == forward | set(QUANTISE)
+def test_chosen_kernels_are_those_that_plans_name() -> None:
+    """For every preset, head_dim, pair of them, dtype, mask and number of query heads of a key head."""
+    pairs = [(192, 128), *((d, d) for d in HEAD_DIMS)]
+    chosen = set(compiler._chosen(list(PRESETS), pairs, ["bf16", "fp16"], [1, 8]))
+    planned: set[Any] = {plan.transpose_config(head_dim_v) for _, head_dim_v in pairs}
+    for (head_dim, head_dim_v), recipe, (dtype, causal, heads_k) in itertools.product(
+        pairs, PRESETS.values(), itertools.product(plan.DTYPE_NAMES, (False, True), (1, 8))
+    ):
+        made = plan.make_plan(
+            Problem(1, 3, 50, 8, heads_k, head_dim, head_dim_v, dtype, dtype, causal, recipe, (9, 0))
+        )
+        assert made.config.pack_gqa == 8 // heads_k
+        planned |= {made.config, made.quantize_config}
+    assert chosen == planned
+
+
+@pytest.mark.parametrize(
+    ("text", "pairs"),
+    [
+        ("96", [(96, 96)]),
+        ("64,192:128, 32", [(64, 64), (192, 128), (32, 32)]),
+        (" 64 : 256 ", [(64, 256)]),
+        (",".join(map(str, HEAD_DIMS)), [(d, d) for d in HEAD_DIMS]),
+    ],
+)
+def test_command_takes_any_head_dim(
+    text: str,
+    pairs: list[tuple[int, int]],
+    cache_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+
+    def chosen(*args: Any) -> list[Any]:
+        seen.extend(args)
+        return [plan.transpose_config(64)]
+
+    monkeypatch.setattr(compiler, "_chosen", chosen)
+    assert compiler.main(["--head-dim", text, "--pack-gqa", "1,8", "--jobs", "1"]) == 0
+    assert seen == [["default"], pairs, ["bf16", "fp16"], [1, 8]]
 
 
 def test_command_says_what_failed(
     cache_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    impossible = FwdConfig(64, 128, 192, 2, "e4m3", "code", False, "bf16")
+    impossible = FwdConfig(64, 64, 128, 192, 2, "e4m3", "code", False, "bf16")
     monkeypatch.setattr(compiler, "_chosen", lambda *args: [impossible])
     assert compiler.main(["--jobs", "1"]) == 1
     text = capfd.readouterr().out
@@ -267,7 +308,14 @@ def test_command_without_a_cache_is_an_error(
     [
         (["--arch", "sm_80"], "sm_80"),
         (["--recipe", "fast"], "'fast' is not among naive, paper, fp8, accurate, default"),
-        (["--head-dim", "96"], "96 is not among 64, 128, 256"),
+        (
+            ["--head-dim", "64,100"],
+            "'100' is no multiple of 16 from 32 to 256, nor two of them as HEAD_DIM:HEAD",
+        ),
+        (["--head-dim", "192:100"], "'192:100' is no multiple of 16 from 32 to 256"),
+        (["--head-dim", "192:128:64"], "'192:128:64' is no multiple of 16"),
+        (["--head-dim", "64,"], "'' is no multiple of 16"),
+        (["--pack-gqa", "3"], "3 is not among 1, 2, 4, 8, 16, 32, 64"),
         (["--dtype", "bf16,fp8"], "'fp8' is not among bf16, fp16"),
         (["--jobs", "0"], "must be at least 1, got 0"),
     ],

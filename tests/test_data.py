@@ -126,6 +126,13 @@ def test_user_tensors_plain(tmp_path: Path) -> None:
         assert torch.equal(getattr(layer, name), tensors[name])
 
 
+def test_user_tensors_with_a_head_dim_of_its_own_for_v(tmp_path: Path) -> None:
+    tensors = triple(v=torch.ones(1, 7, 2, 96, dtype=torch.bfloat16))
+    save_file(tensors, tmp_path / "mine.safetensors")
+    [layer] = data.load_user_tensors(tmp_path / "mine.safetensors")
+    assert layer.q.shape[3] == 64 and torch.equal(layer.v, tensors["v"])
+
+
 def test_user_tensors_in_natural_order(tmp_path: Path) -> None:
     names = ["layer10", "layer2", "enc.layer2", "7"]
     tensors: dict[str, torch.Tensor] = {}

@@ -113,10 +113,11 @@ def make(
     heads_k: int = 1,
     head_dim: int = 64,
     v_mean: float = 0.0,
+    head_dim_v: int | None = None,
 ) -> QuantizedQKV:
     q = torch.randn(batch, seqlen_q, heads_q, head_dim).bfloat16()
     k = (torch.randn(batch, seqlen_k, heads_k, head_dim) + torch.randn(head_dim)).bfloat16()
-    v = (torch.randn(batch, seqlen_k, heads_k, head_dim) + v_mean).bfloat16()
+    v = (torch.randn(batch, seqlen_k, heads_k, head_dim_v or head_dim) + v_mean).bfloat16()
     return quantize_reference(q, k, v, RECIPES[recipe] if isinstance(recipe, str) else recipe)
 
 
@@ -261,6 +262,71 @@ def test_forward_is_exact_attention_up_to_p(name: str, head_dim: int, causal: bo
     # Not only within the worst case: the error has the size that rounding P alone gives.
     measured = rms(out - exact.out) / (P_RMS_ERROR[qkv.recipe.p_rounding] * rms(exact.noise()))
     assert 0.8 < measured < 1.2
+
+
+# Rotation is the quantiser's matter.
+UNROTATED = {
+    name: dataclasses.replace(RECIPES[name], name=f"{name} unrotated", rotation="none") for name in ALL
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(32, 32), (48, 80), (80, 48), (192, 128), (64, 256), (256, 32), (240, 240)]
+)
+def test_any_head_dims(head_dim: int, head_dim_v: int, causal: bool) -> None:
+    for name in ("fp8", "accurate ex2"):
+        qkv = make(UNROTATED[name], 2, 40, 300, 4, 2, head_dim=head_dim, head_dim_v=head_dim_v)
+        out, lse = emulate_forward(qkv, causal=causal, out_dtype=torch.float32)
+        assert out.shape == (2, 40, 4, head_dim_v) and lse.shape == (2, 4, 40)
+        check_against_exact(qkv, out, lse, exact_attention(qkv, causal))
+
+
+@pytest.mark.parametrize("two_level", [False, True])
+@pytest.mark.parametrize("accumulator", ["fp32", "hopper"])
+def test_head_dims_with_every_accumulator(accumulator: str, two_level: bool) -> None:
+    """Columns of V are sums of their own: all of them at once, or some."""
+    qkv = make(UNROTATED["fp8"], 1, 20, 300, head_dim=80, head_dim_v=112)
+    narrow = dataclasses.replace(qkv, vt=qkv.vt[:, :, 16:64])
+    (out, lse), (part, part_lse) = (
+        emulate_forward(
+            x,
+            out_dtype=torch.float32,
+            two_level=two_level,
+            accumulator=accumulator,  # type: ignore[arg-type]
+        )
+        for x in (qkv, narrow)
+    )
+    torch.testing.assert_close(part, out[..., 16:64], rtol=1e-5, atol=1e-6)
+    assert torch.equal(part_lse, lse)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3, 17, 100])
+@pytest.mark.parametrize(("heads_q", "heads_k"), [(2, 1), (8, 2), (64, 1)])
+def test_packed_heads_change_finite_results_by_nothing(seqlen_q: int, heads_q: int, heads_k: int) -> None:
+    qkv = make("accurate", 1, seqlen_q, 200, heads_q, heads_k)
+    for causal in (False, True):
+        alone, packed = (
+            emulate_forward(qkv, causal=causal, pack_gqa=pack, out_dtype=torch.float32)
+            for pack in (1, heads_q // heads_k)
+        )
+        torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("group", "tile_m", "pack_gqa", "first"),
+    [(64, 128, 64, 64), (64, 128, 1, 0), (8, 192, 8, 48), (8, 192, 1, 0), (2, 128, 2, 64)],
+)
+def test_a_tile_is_as_long_as_its_last_query_wants(
+    group: int, tile_m: int, pack_gqa: int, first: int
+) -> None:
+    """A NaN in V spoils all queries of a tile that visits its keys: tile_m / pack_gqa of them."""
+    qkv = make("accurate", 1, 256, 256, group, 1)
+    qkv.vt.view(torch.uint8)[..., 127] = (
+        0x7F  # some key of 112 to 127, which only query 112 and later ones see
+    )
+    out, _ = emulate_forward(qkv, causal=True, tile_m=tile_m, tile_n=64, pack_gqa=pack_gqa)
+    assert bool(out[:, first:].isnan().all()) and bool(out[:, :first].isfinite().all())
 
 
 @given(
@@ -741,6 +807,7 @@ def test_matmuls_are_true_float32_and_settings_restored(monkeypatch: pytest.Monk
         ("tile_n", 96),
         ("check_keys", 16),
         ("tile_m", 0),
+        ("pack_gqa", 4),
         ("accumulator", "fp16"),
         ("row_chunk", 0),
     ],
@@ -748,3 +815,9 @@ def test_matmuls_are_true_float32_and_settings_restored(monkeypatch: pytest.Monk
 def test_bad_arguments_are_named(argument: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{argument} is .*; allowed: "):
         emulate_forward(make("fp8", seqlen_q=2, seqlen_k=2), **{argument: value})  # type: ignore[arg-type]
+
+
+def test_tiles_hold_whole_groups() -> None:
+    qkv = make("fp8", heads_q=8)
+    with pytest.raises(ValueError, match="tile_m is 100; allowed: a multiple of pack_gqa, 8"):
+        emulate_forward(qkv, tile_m=100, pack_gqa=8)

@@ -49,6 +49,7 @@ QUANTISER_DIMS = (
 # (head_dim, rotary_dim)
 ROTARY_DIMS = ((32, 32), (64, 16), (80, 32), (128, 128), (192, 64), (208, 208), (256, 128))
 RECIPES = ("naive", "paper", "fp8", "accurate")
+ROTATED = ("paper", "accurate")  # scales of blocks in e4m3, of tokens in int8 beside a mean key
 RECIPE_OF = {"int8": PRESETS["accurate"], "e4m3": PRESETS["fp8"]}
 PLAIN = {
     qk: Fp8Recipe(f"plain_{qk}", qk_dtype=qk, rotation="none", smooth_k=False)  # type: ignore[arg-type]
@@ -87,26 +88,61 @@ FORWARD_SHAPES: tuple[Shape, ...] = (
 # ------------------------------------------------------------------------------------------------------------
 
 FORWARD = [
-    forward_config(d, qk, causal, "code", "bf16")
+    forward_config(d, d, qk, causal, "code", "bf16")
     for d in HEAD_DIMS
     for qk in RECIPE_OF
     for causal in (False, True)
 ]
-BY_EXP2 = [
-    forward_config(64, qk, False, p, "bf16") for qk, p in (("e4m3", "ex2"), ("e4m3", "cast"), ("int8", "ex2"))
+# The same in clusters of two CTAs, where plans take them.
+CLUSTERED = [replace(config, cluster=2) for config in FORWARD if config.head_dim > 64]
+# Widths between those, and unlike ones; operands of Q K^T take turns.
+FORWARD_DIMS = (*((d, d) for d in (32, 48, 80, 96, 112, 160, 208, 240)), (192, 128), (64, 256))
+FORWARD_OF_DIMS = [
+    forward_config(*dims, ("e4m3", "int8")[(turn + causal) % 2], causal, "code", "bf16", cluster=1 + turn % 2)
+    for turn, dims in enumerate(FORWARD_DIMS)
+    for causal in (False, True)
 ]
-FP16_OUT = forward_config(128, "int8", True, "code", "fp16")
-QUANTISERS = [quantize_config(PRESETS[name], *dims, "bf16") for name in RECIPES for dims in QUANTISER_DIMS]
+# Query heads of a key head in the rows of a tile, by class of tiles and at widths between.
+PACKED = [
+    forward_config(*dims, ("e4m3", "int8")[(turn + causal) % 2], causal, "code", "bf16", pack_gqa=group)
+    for turn, (group, dims) in enumerate(
+        [
+            (2, (64, 64)),
+            (4, (128, 128)),
+            (8, (64, 64)),
+            (8, (192, 128)),
+            (16, (256, 256)),
+            (64, (128, 128)),
+            (64, (80, 80)),
+        ]
+    )
+    for causal in (False, True)
+]
+PACKED += [replace(config, cluster=2) for config in PACKED if config.head_dim in (128, 192)]
+BY_EXP2 = [
+    forward_config(64, 64, qk, False, p, "bf16")
+    for qk, p in (("e4m3", "ex2"), ("e4m3", "cast"), ("int8", "ex2"))
+]
+FP16_OUT = forward_config(128, 128, "int8", True, "code", "fp16")
+QUANTISERS = [
+    quantize_config(PRESETS[name], *dims, "bf16")
+    for name in RECIPES
+    for dims in QUANTISER_DIMS
+    if name in ROTATED or dims[0] in HEAD_DIMS
+]
 QUANTISER_FP16 = quantize_config(PRESETS["accurate"], 64, 64, "fp16")
 ROTARIES = [
     replace(quantize_config(PRESETS[name], d, d, "bf16"), rotary=kind)
-    for name in RECIPES
+    for name in ROTATED
     for d, _ in ROTARY_DIMS
     for kind in ("half", "interleaved")
 ]
 TRANSPOSES = [transpose_config(d) for d in (32, 48, 64, 80, 96, 128, 160, 176, 208, 256)]
 CONFIGS: list[FwdConfig | QuantizeConfig] = [
     *FORWARD,
+    *CLUSTERED,
+    *FORWARD_OF_DIMS,
+    *PACKED,
     *BY_EXP2,
     FP16_OUT,
     *QUANTISERS,
@@ -115,8 +151,19 @@ CONFIGS: list[FwdConfig | QuantizeConfig] = [
     *ROTARIES,
     *TRANSPOSES,
     # what other files' GPU tests run
-    *(forward_config(d, "e4m3", causal, "cast", "bf16") for d in HEAD_DIMS for causal in (False, True)),
-    forward_config(128, "int8", False, "ex2", "bf16"),
+    *(forward_config(d, d, "e4m3", causal, "cast", "bf16") for d in HEAD_DIMS for causal in (False, True)),
+    forward_config(128, 128, "int8", False, "ex2", "bf16"),
+    *(
+        forward_config(d, d, qk, causal, p, "bf16", pack_gqa=group)
+        for d, causal, group in (
+            (128, False, 2),
+            (128, True, 2),
+            (256, False, 2),
+            (256, True, 2),
+            (128, False, 4),
+        )
+        for qk, p in (("e4m3", "cast"), ("e4m3", "code"), ("int8", "code"))
+    ),
     *(
         quantize_config(Fp8Recipe(rotation=rotation, smooth_k=False), d, d, "bf16")  # type: ignore[arg-type]
         for rotation in ("none", "hadamard")
@@ -137,7 +184,7 @@ def compiled() -> None:
 
     A failure is left to the test that needs the kernel, which compiles it again.
     """
-    workers = min(12, os.cpu_count() or 1)
+    workers = min(16, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         for future in [pool.submit(compile_one, config) for config in dict.fromkeys(CONFIGS)]:
             future.exception()
@@ -245,8 +292,10 @@ def check_quantiser(
     assert (got.seqlen_k, got.recipe, got.dtype) == (want.seqlen_k, want.recipe, want.dtype)
 
 
-@pytest.mark.parametrize("dims", QUANTISER_DIMS)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [(name, dims) for name in RECIPES for dims in QUANTISER_DIMS if name in ROTATED or dims[0] in HEAD_DIMS],
+)
 def test_quantiser(name: str, dims: tuple[int, int]) -> None:
     for shape in (*SHAPES, (1, 513, 512, 3, 3)):
         for gain in (1.0, 300.0):
@@ -318,7 +367,7 @@ def rotary_tables(seqlen: int, rotary_dim: int, interleaved: bool, dtype: torch.
 
 @pytest.mark.parametrize("kind", ["half", "interleaved"])
 @pytest.mark.parametrize("dims", ROTARY_DIMS)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ROTATED)
 def test_quantiser_with_rotary_embedding(name: str, dims: tuple[int, int], kind: str) -> None:
     """All columns and some of them; as many queries as keys, fewer, one; zeros and values that are not finite."""
     head_dim, rotary_dim = dims
@@ -388,6 +437,7 @@ def emulate(qkv: QuantizedQKV, config: FwdConfig, accumulator: str = "fp32") -> 
         tile_n=config.tile_n,
         check_keys=config.check_keys,
         out_dtype=BF16 if config.out_dtype == "bf16" else FP16,
+        pack_gqa=config.pack_gqa,
         accumulator=accumulator,  # type: ignore[arg-type]
     )
 
@@ -422,11 +472,46 @@ def check_forward(qkv: QuantizedQKV, config: FwdConfig, *, accumulator: str = "f
     return error
 
 
-@pytest.mark.parametrize("config", FORWARD, ids=lambda config: config.name)
+def operands(shape: Shape, config: FwdConfig, recipe: Fp8Recipe | None = None) -> QuantizedQKV:
+    """N(0, 1) tensors of the widths of `config`, quantised by `recipe`, or by the preset of its operands."""
+    q, k, v = tensors(shape, config.head_dim, head_dim_v=config.head_dim_v)
+    return quantize_reference(q, k, v, recipe or RECIPE_OF[config.qk_dtype])
+
+
+@pytest.mark.parametrize("config", [*FORWARD, *CLUSTERED, *FORWARD_OF_DIMS], ids=lambda config: config.name)
 def test_forward(config: FwdConfig) -> None:
     for shape in FORWARD_SHAPES:
-        recipe = RECIPE_OF[config.qk_dtype]
-        check_forward(quantize_reference(*tensors(shape, config.head_dim), recipe), config)
+        check_forward(operands(shape, config), config)
+
+
+@pytest.mark.parametrize("config", PACKED, ids=lambda config: config.name)
+def test_forward_of_packed_heads(config: FwdConfig) -> None:
+    """Few queries in a part of a tile, groups across tiles, and more queries than keys."""
+    group = config.pack_gqa
+    for seqlen_q, seqlen_k in ((1, 1), (1, 333), (3, 333), (17, 64), (100, 333), (100, 40)):
+        for heads_k in (1, 3):
+            check_forward(operands((2, seqlen_q, seqlen_k, group * heads_k, heads_k), config), config)
+
+
+@pytest.mark.parametrize("config", PACKED[:4], ids=lambda config: config.name)
+def test_many_packed_tiles(config: FwdConfig) -> None:
+    """More tiles than SMs: each CTA takes several, of other heads and batch entries."""
+    check_forward(operands((3, 300, 300, 12 * config.pack_gqa, 12), config), config)
+
+
+@pytest.mark.parametrize("sms", [2, 6, 30])
+@pytest.mark.parametrize("config", [*FORWARD, *CLUSTERED, *PACKED[-4:]], ids=lambda config: config.name)
+def test_few_ctas_take_many_tiles(config: FwdConfig, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who computes a tile, and after which others, changes no bit of it; nor does the order of work."""
+    group = config.pack_gqa
+    for seqlen_q, seqlen_k, heads_k in ((300, 300, 5), (1000, 700, 3), (130, 1500, 2)):
+        qkv = operands((2, seqlen_q, seqlen_k, group * heads_k, heads_k), config)
+        expected = attend(qkv, config)
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "_sms", lambda device: sms)
+            for turn in (1, 2, 3, 16):
+                patch.setattr(launch, "heads_in_turn", lambda *about, turn=turn: turn)
+                assert same(attend(qkv, config), expected), (seqlen_q, seqlen_k, turn)
 
 
 @pytest.mark.parametrize("config", BY_EXP2, ids=lambda config: config.name)
@@ -434,7 +519,7 @@ def test_forward_by_exp2(config: FwdConfig) -> None:
     """P by exp2, and "cast": without the power of two that keeps P out of e4m3's subnormal numbers."""
     recipe = replace(RECIPE_OF[config.qk_dtype], name="custom", p_rounding=config.p_rounding)
     for shape in FORWARD_SHAPES:
-        check_forward(quantize_reference(*tensors(shape, config.head_dim), recipe), config)
+        check_forward(operands(shape, config, recipe), config)
 
 
 def test_forward_to_fp16() -> None:
@@ -444,20 +529,20 @@ def test_forward_to_fp16() -> None:
         assert attend(qkv, FP16_OUT)[0].dtype == FP16
 
 
-@pytest.mark.parametrize("config", FORWARD, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*FORWARD, *FORWARD_OF_DIMS, *PACKED[:2]], ids=lambda config: config.name)
 def test_forward_with_other_scales_and_strides(config: FwdConfig) -> None:
     """Scales of stride 0, which is how one for a whole tensor is held; operands inside wider tensors."""
     recipe = replace(
         RECIPE_OF[config.qk_dtype], name="custom", q_scale="tensor", k_scale="tensor", v_scale="head"
     )
-    qkv = quantize_reference(*tensors((2, 200, 333, 4, 2), config.head_dim), recipe)
+    qkv = operands((2, 200, 333, 4, 2), config, recipe)
     check_forward(qkv, config)
     q, k, vt = (torch.cat([x.view(torch.uint8)] * 2, dim=2) for x in (qkv.q, qkv.k, qkv.vt))
     wider = replace(
         qkv,
         q=q[:, :, 4:].view(qkv.q.dtype),
         k=k[:, :, :2].view(qkv.k.dtype),
-        vt=vt[:, :, config.head_dim :].view(E4M3),
+        vt=vt[:, :, config.head_dim_v :].view(E4M3),
     )
     assert same(attend(wider, config), attend(qkv, config))
 
@@ -473,7 +558,7 @@ JUMPS: dict[str, list[int]] = {
 
 
 @pytest.mark.parametrize("jump", list(JUMPS))
-@pytest.mark.parametrize("config", FORWARD, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*FORWARD, *CLUSTERED], ids=lambda config: config.name)
 def test_rows_whose_reference_jumps(config: FwdConfig, jump: str) -> None:
     """Logits hundreds of octaves apart, in opposite directions for neighbouring rows, for some not at all."""
     d = config.head_dim
@@ -494,14 +579,14 @@ def test_rows_whose_reference_jumps(config: FwdConfig, jump: str) -> None:
     assert (lse - exact_lse).abs().max().item() <= P_STEP + 1e-3 + unit / 2
 
 
-@pytest.mark.parametrize("config", FORWARD, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*FORWARD, *CLUSTERED, *PACKED[:2]], ids=lambda config: config.name)
 def test_non_finite_input_stays_visible(config: FwdConfig) -> None:
     """Every output that depends on a spoilt scale group is NaN, as in the emulator.
 
     The others are as before but for ties: a row that must move its reference, as one with NaN always must,
     has its whole warp compute codes by another order of operations.
     """
-    recipe, shape = RECIPE_OF[config.qk_dtype], (1, 200, 700, 2, 2)
+    recipe, shape = RECIPE_OF[config.qk_dtype], (1, 200, 700, 2 * config.pack_gqa, 2)
     for name, where in (("q", (0, 77, 1, 3)), ("k", (0, 130, 0, 5)), ("v", (0, 300, 1, 9))):
         for value in (math.nan, math.inf):
             inputs = dict(zip("qkv", tensors(shape, config.head_dim), strict=True))
@@ -539,7 +624,7 @@ def test_long_context(qk_dtype: str, head_dim: int, keys: int) -> None:
     V of mean 0.5 shows it, since its output does not shrink with the number of keys. There the fair emulator
     is the one with the tensor core's accumulator; it is slow, so the longest has only the absolute bound.
     """
-    config = forward_config(head_dim, qk_dtype, False, "code", "bf16")
+    config = forward_config(head_dim, head_dim, qk_dtype, False, "code", "bf16")
     recipe = RECIPE_OF[qk_dtype]
     q, k, v = tensors((1, 128, keys, 1, 1), head_dim)
     check_forward(quantize_reference(q, k, v, recipe), config)
@@ -558,10 +643,10 @@ def test_long_context(qk_dtype: str, head_dim: int, keys: int) -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", FORWARD, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*FORWARD, *CLUSTERED, *PACKED[:2]], ids=lambda config: config.name)
 def test_runs_are_bitwise_equal(config: FwdConfig) -> None:
     """Also beside another stream that keeps the GPU busy."""
-    qkv = quantize_reference(*tensors((2, 1000, 1000, 8, 4), config.head_dim), RECIPE_OF[config.qk_dtype])
+    qkv = operands((2, 1000, 1000, 8, 4), config)
     first = attend(qkv, config)
     assert all(same(attend(qkv, config), first) for _ in range(5))
     load, side = torch.randn(4096, 4096, device=DEVICE, dtype=BF16), torch.cuda.Stream()
@@ -717,16 +802,19 @@ def test_strides_of_codes_beyond_31_bits() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_default_recipe(head_dim: int, causal: bool) -> None:
+@pytest.mark.parametrize("dims", [*((d, d) for d in HEAD_DIMS), (96, 96), (192, 128)])
+@pytest.mark.parametrize(("seqlen_q", "heads_q"), [(300, 4), (3, 16)], ids=["many queries", "few"])
+def test_default_recipe(dims: tuple[int, int], causal: bool, seqlen_q: int, heads_q: int) -> None:
     """Plan, and error against float64 on the 16-bit inputs, within the bounds of test_api.py."""
-    q, k, v = tensors((2, 300, 500, 4, 2), head_dim)
+    q, k, v = tensors((2, seqlen_q, 500, heads_q, 2), dims[0], head_dim_v=dims[1])
     plan = cute_attn.explain(q, k, v, causal=causal)
-    mask = "causal" if causal else "full"
+    mask, of_v = "causal" if causal else "full", "" if dims[0] == dims[1] else f"v{dims[1]}"
     assert plan.backend == "sm90" and "(Hopper)" in plan.reasons[0]
-    assert plan.kernel.startswith(f"fwd_sm90_int8_d{head_dim}_{mask}_code_bf16")
+    assert plan.kernel.startswith(f"fwd_sm90_int8_d{dims[0]}{of_v}_{mask}_code_bf16")
+    if seqlen_q == 3:
+        assert plan.config.pack_gqa == 8 and "packed into shared tiles" in str(plan)
     out, lse = cute_attn.fp8_attention(q, k, v, causal=causal, return_lse=True)
-    assert out.dtype == BF16 and out.device == q.device
+    assert out.shape == (2, seqlen_q, heads_q, dims[1]) and out.dtype == BF16 and out.device == q.device
     exact, exact_lse = attention(q, k, v, causal=causal)
     assert rms(out - exact) <= 4.8e-2 * rms(exact)
     assert (lse - exact_lse).abs().max().item() <= 0.09

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_attn import plan
-from cute_attn.kernels.config import REGISTERS_PER_SM, SMEM_LIMIT, FwdConfig
+from cute_attn.kernels.config import HEAD_DIMS, REGISTERS_PER_SM, SMEM_LIMIT, FwdConfig
 from cute_attn.plan import Plan, make_plan
 from cute_attn.problem import Problem, device_capability
 from cute_attn.quantize import PRESETS, Fp8Recipe
@@ -29,6 +29,7 @@ def problem(**changed: Any) -> Problem:
         "heads_q": 8,
         "heads_k": 2,
         "head_dim": 128,
+        "head_dim_v": 128,
         "in_dtype": torch.bfloat16,
         "out_dtype": torch.bfloat16,
         "causal": False,
@@ -38,14 +39,15 @@ def problem(**changed: Any) -> Problem:
     return Problem(**{**fields, **changed})
 
 
-# (head_dim, qk_dtype, causal, p_rounding) that kernels exist for
-KEYS = {
-    (head_dim, qk_dtype, causal, p_rounding)
-    for head_dim, qk_dtype, causal, p_rounding in itertools.product(
-        (64, 128, 256), ("e4m3", "int8"), (False, True), ("code", "ex2", "cast")
+# (qk_dtype, causal, p_rounding) that kernels exist for, with every pair of head_dim and head_dim_v
+KEYS = [
+    (qk_dtype, causal, p_rounding)
+    for qk_dtype, causal, p_rounding in itertools.product(
+        ("e4m3", "int8"), (False, True), ("code", "ex2", "cast")
     )
     if (qk_dtype, p_rounding) != ("int8", "cast")
-}
+]
+PAIRS = list(itertools.product(HEAD_DIMS, repeat=2))
 
 RECIPES = st.builds(
     Fp8Recipe,
@@ -63,56 +65,105 @@ PROBLEMS = st.builds(
     batch=st.integers(0, 70_000),
     seqlen_q=st.integers(0, 600_000),
     seqlen_k=st.integers(0, 600_000),
-    heads_q=st.integers(1, 80_000),
+    heads_q=st.integers(1, 80_000) | st.sampled_from([2, 4, 8, 16, 32, 64]),
     heads_k=st.just(1),
-    head_dim=st.sampled_from([64, 128, 256]),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    head_dim_v=st.sampled_from(HEAD_DIMS),
     in_dtype=st.sampled_from([torch.float16, torch.bfloat16, None]),
     out_dtype=st.sampled_from([torch.float16, torch.bfloat16]),
     causal=st.booleans(),
     recipe=RECIPES,
     capability=st.sampled_from([None, (7, 5), (8, 9), HOPPER, (10, 0)]),
+    rotary=st.sampled_from(["none", "half", "interleaved"]),
 )
 
 
 def test_print_the_tile_table() -> None:
     """Run with -s to see it."""
-    rows = plan.tile_table()
+    rows = plan.tile_table([(192, 128), *((d, d) for d in HEAD_DIMS)])
     columns = [name for name in rows[0] if name != "why"]
     widths = {name: max(len(name), *(len(str(row[name])) for row in rows)) for name in columns}
     print()
     print("  ".join(name.rjust(widths[name]) for name in columns), " why")
     for row in rows:
         print("  ".join(str(row[name]).rjust(widths[name]) for name in columns), "", row["why"])
-    assert {(row["head_dim"], row["qk_dtype"], row["causal"], row["p_rounding"]) for row in rows} == KEYS
-    assert len(rows) == len(KEYS)
+    names = ("head_dim", "head_dim_v", "qk_dtype", "causal", "p_rounding")
+    assert len(rows) == len({tuple(row[name] for name in names) for row in rows}) == 16 * len(KEYS)
 
 
-def test_every_key_is_served_by_one_row() -> None:
-    served = [key for tile in plan.TILES for key in tile.keys]
-    assert len(served) == len(set(served))
-    assert set(served) == KEYS
+def test_every_pair_of_head_dims_has_a_kernel_that_can_be_built() -> None:
+    """The first row that is wide enough serves, and no row is in vain."""
+    used: dict[plan.Tile, int] = {}
+    for (head_dim, head_dim_v), key in itertools.product(PAIRS, KEYS):
+        config = plan.forward_config(head_dim, head_dim_v, *key, "bf16")
+        config.check()
+        assert sum(config.pv_parts) == head_dim_v
+        tile = plan.find_tile(head_dim, head_dim_v, *key)
+        used[tile] = used.get(tile, 0) + 1
+        wide_enough = [
+            other
+            for other in plan.TILES
+            if other.head_dim >= head_dim
+            and other.head_dim_v >= head_dim_v
+            and other.serves(other.head_dim, other.head_dim_v, *key)
+        ]
+        assert tile == wide_enough[0]
+        # Rows of one key are ordered by what they cost: no later one would have been smaller.
+        assert all(
+            tile.head_dim * tile.head_dim_v <= other.head_dim * other.head_dim_v for other in wide_enough
+        )
+    assert set(used) == set(plan.TILES)
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "tile"),
+    [
+        ((32, 32), (192, 128, 4, [32])),
+        ((64, 64), (192, 128, 4, [64])),
+        ((64, 80), (128, 256, 2, [80])),
+        ((80, 64), (128, 256, 2, [64])),
+        ((128, 128), (128, 256, 2, [128])),
+        ((192, 128), (128, 256, 2, [128])),  # prefill of multi-head latent attention
+        ((192, 144), (128, 128, 2, [16, 64, 64])),
+        ((208, 128), (128, 128, 2, [64, 64])),
+        ((64, 256), (128, 128, 2, [64] * 4)),
+        ((256, 256), (128, 128, 2, [64] * 4)),
+    ],
+)
+def test_classes_of_head_dims(head_dims: tuple[int, int], tile: tuple[int, int, int, list[int]]) -> None:
+    config = plan.forward_config(*head_dims, "int8", False, "code", "bf16")
+    assert (config.tile_m, config.tile_n, config.kv_stages, sorted(config.pv_parts)) == tile
 
 
 def test_int8_has_no_cast_without_lift() -> None:
-    for head_dim, causal in itertools.product((64, 128, 256), (False, True)):
-        plan.forward_config(head_dim, "e4m3", causal, "cast", "bf16").check()
+    for (head_dim, head_dim_v), causal in itertools.product(PAIRS, (False, True)):
+        plan.forward_config(head_dim, head_dim_v, "e4m3", causal, "cast", "bf16").check()
         with pytest.raises(KeyError):
-            plan.forward_config(head_dim, "int8", causal, "cast", "bf16")
+            plan.forward_config(head_dim, head_dim_v, "int8", causal, "cast", "bf16")
+
+
+@pytest.mark.parametrize("head_dims", [(16, 64), (64, 16), (100, 128), (128, 100), (272, 64), (64, 512)])
+def test_other_head_dims_have_no_kernel(head_dims: tuple[int, int]) -> None:
+    with pytest.raises(KeyError):
+        plan.forward_config(*head_dims, "int8", False, "code", "bf16")
 
 
 def test_every_choice_of_a_row_reaches_the_kernel() -> None:
     chosen = {field.name for field in dataclasses.fields(plan.Tile)} & {
         field.name for field in dataclasses.fields(FwdConfig)
     }
-    keys = {"head_dim", "qk_dtype", "causal", "p_rounding", "out_dtype"}
+    chosen -= {"head_dim", "head_dim_v", "cluster"}  # the largest that the row serves, not a choice
+    keys = {"head_dim", "head_dim_v", "qk_dtype", "causal", "p_rounding", "out_dtype", "pack_gqa", "cluster"}
     assert chosen | keys == {field.name for field in dataclasses.fields(FwdConfig)}
-    for tile in plan.TILES:
-        for key in tile.keys:
-            config = plan.forward_config(*key, "fp16")
-            expected = {name: getattr(tile, name) for name in chosen}
-            assert {name: getattr(config, name) for name in chosen} == expected
-            assert (config.head_dim, config.qk_dtype, config.causal, config.p_rounding) == key
-            assert config.out_dtype == "fp16"
+    for pair, key in itertools.product(PAIRS, KEYS):
+        tile = plan.find_tile(*pair, *key)
+        config = plan.forward_config(*pair, *key, "fp16", pack_gqa=4, cluster=2)
+        assert {name: getattr(config, name) for name in chosen} == {
+            name: getattr(tile, name) for name in chosen
+        }
+        assert (config.head_dim, config.head_dim_v) == pair
+        assert (config.qk_dtype, config.causal, config.p_rounding) == key
+        assert (config.out_dtype, config.pack_gqa, config.cluster) == ("fp16", 4, 2)
 
 
 @pytest.mark.parametrize("config", plan.all_forward_configs(), ids=lambda config: config.name)
@@ -132,10 +183,12 @@ def test_forward_configs_keep_the_budgets(config: FwdConfig) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"head_dim": 96}, "head_dim must be 64, 128 or 256, got 96"),
+        ({"head_dim": 100}, "head_dim must be a multiple of 16 from 32 to 256, got 100"),
+        ({"head_dim_v": 16}, "head_dim_v must be a multiple of 16 from 32 to 256, got 16"),
         ({"tile_m": 256}, "tile_m must be 64, 128 or 192, got 256"),
         ({"tile_n": 96}, "tile_n must be a multiple of 64 that divides 256, got 96"),
-        ({"pv_splits": 3}, "pv_splits must be 1, 2 or 4, got 3"),
+        ({"pv_part": 40}, "pv_part must be a multiple of 16, got 40"),
+        ({"pack_gqa": 3}, "pack_gqa must divide the 64 rows of a warpgroup, got 3"),
         ({"qk_splits": 3}, "qk_splits must leave a multiple of 64 keys, got 3"),
         ({"qk_splits": 8}, "qk_splits must leave a multiple of 64 keys, got 8"),
         ({"qk_splits": 2, "p_rounding": "ex2"}, "qk_splits must be 1 with 'ex2'"),
@@ -144,7 +197,7 @@ def test_forward_configs_keep_the_budgets(config: FwdConfig) -> None:
     ],
 )
 def test_configs_that_cannot_be_built_are_refused(changed: dict[str, Any], message: str) -> None:
-    good = FwdConfig(128, 128, 256, 2, "e4m3", "code", False, "bf16")
+    good = FwdConfig(128, 128, 128, 256, 2, "e4m3", "code", False, "bf16")
     good.check()
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(good, **changed).check()
@@ -158,44 +211,105 @@ def test_rows_say_why() -> None:
 
 def test_configs_are_distinct_and_valid() -> None:
     forward, quantise = plan.all_forward_configs(), plan.all_quantize_configs()
-    assert len(forward) == 2 * len(KEYS)
     for config in (*forward, *quantise):
         config.check()
     names = [config.name for config in (*forward, *quantise)]
     assert len(set(names)) == len(names)
-    # naive, paper, fp8, accurate from two dtypes, and the transposition of V: for each head_dim
-    assert len(quantise) == 3 * (4 * 2 + 1)
+    # naive, paper, fp8, accurate from two dtypes; the default of other head dims and of 192/128; V transposed
+    assert len(quantise) == 3 * 4 * 2 + 12 + 1 + 8 + 15
+
+
+def test_checked_kernels_are_a_sample_of_all() -> None:
+    """Each head_dim by itself; each tile row, mask, operand type, rounding; packing in each class."""
+    forward = plan.all_forward_configs()
+    assert 80 <= len(forward) <= 120, "a test run compiles them all"
+    assert {config.head_dim for config in forward if config.head_dim == config.head_dim_v} == set(HEAD_DIMS)
+    tuned = {(d, *key) for d in plan.TUNED_HEAD_DIMS for key in KEYS}
+    assert tuned <= {
+        (c.head_dim, c.qk_dtype, c.causal, c.p_rounding) for c in forward if c.head_dim_v == c.head_dim
+    }
+    assert {(c.qk_dtype, c.causal) for c in forward if (c.head_dim, c.head_dim_v) == (192, 128)} == {
+        (qk_dtype, causal) for qk_dtype, causal, _ in KEYS
+    }
+    packed = [config for config in forward if config.pack_gqa > 1]
+    assert {config.pack_gqa for config in packed} == {2, 8, 64}
+    assert {(config.tile_m, config.tile_n) for config in packed} == {(192, 128), (128, 256), (128, 128)}
+    assert {config.causal for config in packed} == {False, True}
+    assert {config.qk_dtype for config in packed} == {"e4m3", "int8"}
 
 
 @given(PROBLEMS, st.sampled_from(["auto", "emulator"]))
-def test_plans_name_shipped_kernels(case: Problem, backend: str) -> None:
+def test_plans_name_kernels_that_can_be_built(case: Problem, backend: str) -> None:
     made = make_plan(case, backend)
-    assert made.config in plan.all_forward_configs()
+    made.config.check()
     assert made.backend == ("sm90" if backend == "auto" and case.capability == HOPPER else "emulator")
     assert made.kernel == (made.config.name if made.backend == "sm90" else f"emulator({made.config.name})")
     assert made.config.qk_dtype == case.recipe.qk_dtype
     assert made.config.p_rounding == case.recipe.p_rounding
-    assert made.config.head_dim == case.head_dim
+    assert (made.config.head_dim, made.config.head_dim_v) == (case.head_dim, case.head_dim_v)
+    assert made.config.pack_gqa in (1, case.heads_q // case.heads_k)
     assert made.smem_bytes == made.config.smem_bytes
     assert (made.quantize_config is None) == (case.in_dtype is None)
     if made.quantize_config is not None:
         made.quantize_config.check()
+        sizes = (made.quantize_config.head_dim, made.quantize_config.head_dim_v)
+        assert sizes == (case.head_dim, case.head_dim_v)
         assert made.quantize_config.rotate == (case.recipe.rotation == "hadamard")
         assert made.quantize_config.smooth == case.recipe.smooth_k
         assert made.quantize_config.qk_dtype == case.recipe.qk_dtype
+        assert made.quantize_config.rotary == case.rotary
 
 
 @given(PROBLEMS)
-def test_grid_covers_every_row_in_one_dimension(case: Problem) -> None:
+def test_work_tiles_cover_every_row(case: Problem) -> None:
+    """Packed, the rows of a key head are those of all its query heads."""
     made = make_plan(case, "emulator")
-    x, y, z = made.grid
-    assert (y, z) == (1, 1)  # those two stop at 65535
     if case.is_empty:
-        assert x == 0
-    else:
-        assert x % (case.batch * case.heads_q) == 0
-        tiles = x // (case.batch * case.heads_q)
-        assert (tiles - 1) * made.config.tile_m < case.seqlen_q <= tiles * made.config.tile_m
+        assert made.work_tiles == 0
+        return
+    pack = made.config.pack_gqa
+    heads = case.batch * case.heads_q // pack
+    assert made.work_tiles % heads == 0
+    tiles = made.work_tiles // heads
+    assert (tiles - 1) * made.config.tile_m < case.seqlen_q * pack <= tiles * made.config.tile_m
+
+
+@given(PROBLEMS)
+def test_rows_are_packed_where_that_needs_fewer_tiles(case: Problem) -> None:
+    made = make_plan(case, "emulator")
+    group, tile_m = case.heads_q // case.heads_k, made.config.tile_m
+    fewer = -(-case.seqlen_q // tile_m) * group > -(-case.seqlen_q * group // tile_m)
+    assert (made.config.pack_gqa > 1) == (fewer and 64 % group == 0)
+    said = [reason for reason in made.reasons if f"{group} query heads share a key head" in reason]
+    assert len(said) == fewer
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "heads", "pack", "tiles"),
+    [
+        (1, (8, 1), 8, 1),
+        (1, (64, 1), 64, 1),
+        (1, (8, 8), 1, 8),
+        (1, (16, 2), 8, 2),
+        (3, (64, 1), 64, 2),  # 192 rows
+        (60, (4, 1), 4, 2),  # 240 rows
+        (100, (4, 1), 1, 4),  # 400 rows take four tiles, too
+        (128, (4, 1), 1, 4),
+        (129, (4, 1), 4, 5),
+        (1, (3, 1), 1, 3),  # 3 does not divide 64
+        (1, (128, 1), 1, 128),
+    ],
+)
+def test_packing_of_query_heads(seqlen_q: int, heads: tuple[int, int], pack: int, tiles: int) -> None:
+    heads_q, heads_k = heads
+    made = make_plan(
+        problem(batch=5, seqlen_q=seqlen_q, heads_q=heads_q, heads_k=heads_k, causal=True), "auto"
+    )
+    assert made.config.tile_m == 128
+    assert (made.config.pack_gqa, made.work_tiles) == (pack, 5 * tiles)
+    assert (f"_g{pack}" in made.kernel) == (pack > 1)
+    assert ("does not divide the 64 rows of a warpgroup" in text_of(made)) == (heads_q in (3, 128))
+    assert (f"rows of {pack} query heads packed" in text_of(made)) == (pack > 1)
 
 
 @given(PROBLEMS, st.sampled_from(["auto", "emulator"]))
@@ -219,15 +333,15 @@ def test_planning_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_emulator_has_the_tiles_of_the_kernel() -> None:
     """Else their results could differ: rounding depends on the order of tiles."""
-    for head_dim, recipe in itertools.product((64, 128, 256), PRESETS.values()):
-        case = problem(head_dim=head_dim, recipe=recipe)
+    for (head_dim, head_dim_v), recipe in itertools.product(PAIRS, PRESETS.values()):
+        case = problem(head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=1, recipe=recipe)
         on_cpu = dataclasses.replace(case, capability=None)
         assert make_plan(case, "auto").config == make_plan(on_cpu, "auto").config
 
 
 def test_quantiser_modes_follow_the_recipe() -> None:
     def modes(**fields: Any) -> tuple[str, str, str]:
-        config = plan.quantize_config(Fp8Recipe(**fields), 64, "fp16")
+        config = plan.quantize_config(Fp8Recipe(**fields), 64, 64, "fp16")
         return config.q_mode, config.k_mode, config.v_mode
 
     assert modes() == ("token", "block64", "block")
@@ -291,11 +405,17 @@ def test_text_on_hopper() -> None:
         "accurate: Q K^T in int8, P V in e4m3; scales Q token, K block of 64, V block; rotation hadamard",
         f"{made.config.tile_m} queries x {made.config.tile_n} keys",
         f"{made.smem_bytes} of 232448 bytes",
-        f"grid ({-(-1000 // made.config.tile_m) * 8 * 2}, 1, 1) CTAs of {made.config.threads} threads",
+        f"work tiles {-(-1000 // made.config.tile_m) * 8 * 2}",
         *made.reasons,
     ):
         assert part in text
     assert "emulat" not in text
+
+
+def test_text_names_a_head_dim_of_its_own_for_v() -> None:
+    made = make_plan(problem(head_dim=192), "auto")
+    assert "head_dim 192, head_dim_v 128, full" in text_of(made)
+    assert made.kernel.startswith("fwd_sm90_int8_d192v128_full_code_bf16")
 
 
 def test_text_of_the_emulator_says_so() -> None:
@@ -321,7 +441,7 @@ def test_text_of_the_emulator_says_so() -> None:
 )
 def test_text_of_an_empty_problem(changed: dict[str, int], why: str) -> None:
     made = make_plan(problem(**changed), "auto")
-    assert made.grid == (0, 1, 1)
+    assert made.work_tiles == 0
     assert why in text_of(made)
 
 
@@ -335,6 +455,7 @@ def test_text_of_an_empty_problem(changed: dict[str, int], why: str) -> None:
         ({"seqlen_q": 1, "seqlen_k": 100_000, "heads_k": 8}, 1),  # one query: all keys quantised for nothing
         ({"seqlen_q": 2048, "seqlen_k": 2048, "heads_k": 1}, 4915),  # few key heads: little to quantise
         ({"seqlen_q": 3000, "seqlen_k": 1000, "heads_k": 8, "causal": True}, 300),  # 2000 queries see nothing
+        ({"seqlen_q": 1000, "seqlen_k": 1000, "heads_k": 8, "head_dim": 256, "head_dim_v": 64}, 833),
         ({"seqlen_q": 1000, "seqlen_k": 1000, "in_dtype": None}, None),
         ({"seqlen_q": 1000, "seqlen_k": 1000, "capability": None}, None),
     ],

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import cute_attn
 from cute_attn import api, validate
+from cute_attn.kernels.config import HEAD_DIMS
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
@@ -56,8 +57,8 @@ def shape_cases(dtype: torch.dtype) -> list[Spoiled]:
 
     good = make(2, 7, 2, 64)
     strided = make(2, 7, 2, 128)[..., ::2]
-    wide = {"q": make(2, 5, 4, 100), "k": make(2, 7, 2, 100), "v": make(2, 7, 2, 100)}
-    small = {"q": make(2, 5, 4, 32), "k": make(2, 7, 2, 32), "v": make(2, 7, 2, 32)}
+    odd = {"q": make(2, 5, 4, 100), "k": make(2, 7, 2, 100)}
+    small = {"q": make(2, 5, 4, 16), "k": make(2, 7, 2, 16), "v": make(2, 7, 2, 16)}
     large = {"q": make(2, 5, 4, 512), "k": make(2, 7, 2, 512), "v": make(2, 7, 2, 512)}
     none = {"q": make(2, 5, 4, 0), "k": make(2, 7, 2, 0), "v": make(2, 7, 2, 0)}
     return [
@@ -98,9 +99,6 @@ def shape_cases(dtype: torch.dtype) -> list[Spoiled]:
         Spoiled(
             "k head_dim", ValueError, "head_dim of k is 128", "allowed: that of q, 64", k=make(2, 7, 2, 128)
         ),
-        Spoiled(
-            "v head_dim", ValueError, "head_dim of v is 128", "allowed: that of q, 64", v=make(2, 7, 2, 128)
-        ),
         Spoiled("v seqlen", ValueError, "seqlen of v is 6", "allowed: that of k, 7", v=make(2, 6, 2, 64)),
         Spoiled("v heads", ValueError, "heads of v is 4", "allowed: that of k, 2", v=make(2, 7, 4, 64)),
         Spoiled(
@@ -123,16 +121,27 @@ def shape_cases(dtype: torch.dtype) -> list[Spoiled]:
             "head_dim 100",
             ValueError,
             "head_dim of q is 100",
-            "allowed: 64, 128, 256",
-            "nearest is 128",
-            "1/sqrt(100)",
-            **wide,
+            "allowed: a multiple of 16 from 32 to 256",
+            "the nearest to pad to is 112: q and k with zeros",
+            "softmax_scale=1/sqrt(100)",
+            **odd,
+        ),
+        Spoiled("head_dim 16", ValueError, "head_dim of q is 16", "the nearest to pad to is 32", **small),
+        Spoiled("head_dim 512", ValueError, "head_dim of q is 512", "the nearest is 256", **large),
+        Spoiled("head_dim 0", ValueError, "head_dim of q is 0", "from 32 to 256", **none),
+        Spoiled(
+            "head_dim_v 72",
+            ValueError,
+            "head_dim of v is 72",
+            "allowed: a multiple of 16 from 32 to 256",
+            "the nearest to pad to is 80: v with zeros",
+            "the first 72 columns",
+            v=make(2, 7, 2, 72),
         ),
         Spoiled(
-            "head_dim 32", ValueError, "head_dim of q is 32", "the nearest is 64", "zeros to 64", **small
+            "head_dim_v 264", ValueError, "head_dim of v is 264", "the nearest is 256", v=make(2, 7, 2, 264)
         ),
-        Spoiled("head_dim 512", ValueError, "head_dim of q is 512", "the nearest is 256", **large),
-        Spoiled("head_dim 0", ValueError, "head_dim of q is 0", "allowed: 64, 128, 256", **none),
+        Spoiled("head_dim_v 0", ValueError, "head_dim of v is 0", "from 32 to 256", v=make(2, 7, 2, 0)),
         Spoiled(
             "q on meta",
             ValueError,
@@ -344,9 +353,23 @@ PART_CASES = [
     Spoiled(
         "q head_dim",
         ValueError,
-        "head_dim of q is 32",
-        "the nearest is 64",
-        q=tensor(2, 5, 4, 32, dtype=torch.int8),
+        "head_dim of q is 40",
+        "the nearest to pad to is 48",
+        q=tensor(2, 5, 4, 40, dtype=torch.int8),
+    ),
+    Spoiled(
+        "k head_dim",
+        ValueError,
+        "qkv.k has shape (2, 7, 2, 80)",
+        "(2, 7, 2, 64)",
+        k=tensor(2, 7, 2, 80, dtype=torch.int8),
+    ),
+    Spoiled(
+        "vt head_dim",
+        ValueError,
+        "head_dim of v is 24",
+        "the nearest to pad to is 32",
+        vt=tensor(2, 2, 24, 16, dtype=E4M3),
     ),
     Spoiled(
         "q heads", ValueError, "heads of q is 3", "the heads of k, 2", q=tensor(2, 5, 3, 64, dtype=torch.int8)
@@ -417,7 +440,7 @@ def test_device_mismatch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
 def test_sm90_on_another_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    monkeypatch.setattr(api, "_plans", {})
+    monkeypatch.setattr(api, "_calls", {})
     monkeypatch.setattr("cute_attn.problem.device_capability", lambda device: capability)
     dotted = f"{capability[0]}.{capability[1]}"
     with pytest.raises(
@@ -459,6 +482,19 @@ def test_gradients_of_descales_are_refused() -> None:
         cute_attn.flash_attn_fp8_func(**arguments)
     with torch.no_grad():
         assert not cute_attn.flash_attn_fp8_func(**arguments).requires_grad
+
+
+@pytest.mark.parametrize("size", HEAD_DIMS)
+def test_any_multiple_of_16_is_a_head_dim(size: int) -> None:
+    q, k = tensor(2, 5, 4, size), tensor(2, 7, 2, size)
+    for size_v in HEAD_DIMS:
+        v = tensor(2, 7, 2, size_v)
+        validate.check_inputs(q, k, v)
+        validate.check_fp8_inputs(*(x.to(E4M3) for x in (q, k, v)), {})
+    neighbours = [d for d in range(size - 15, size + 16) if d != size]
+    for wrong in neighbours:
+        with pytest.raises(ValueError, match=f"head_dim of q is {wrong};"):
+            validate.check_inputs(tensor(2, 5, 4, wrong), tensor(2, 7, 2, wrong), v)
 
 
 def test_softmax_scale_takes_any_real_number() -> None:

@@ -23,8 +23,9 @@ EPILOG = """examples:
   python -m cute_attn.bench --seqlen 4096,16384 --head-dim 128 --causal 0 --recipe accurate,fp8
   python -m cute_attn.bench --phase forward,quantize,whole_call --json speed.json --markdown speed.md
   python -m cute_attn.bench --report accuracy --tensors my_layers.safetensors
+  python -m cute_attn.bench --report overhead --json overhead.json
 """
-REPORTS = ("accuracy", "speed", "figures", "all")
+REPORTS = ("accuracy", "speed", "figures", "overhead", "all")
 QUICK_SEQLENS = (1024, 16384)
 QUICK_ROUNDS = 3
 ROUNDS = 7
@@ -65,10 +66,14 @@ def _sizes(text: str) -> list[int]:
 
 
 def _head_dims(text: str) -> list[int]:
+    from cute_attn.kernels.config import HEAD_DIMS
+
     values = _sizes(text)
     for value in values:
-        if value not in (64, 128, 256):
-            raise argparse.ArgumentTypeError(f"head_dim must be 64, 128 or 256, got {value}")
+        if value not in HEAD_DIMS:
+            raise argparse.ArgumentTypeError(
+                f"head_dim must be a multiple of 16 from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, got {value}"
+            )
     return values
 
 
@@ -121,11 +126,13 @@ def build_parser() -> argparse.ArgumentParser:
     option(what, "--tensors", text, type=Path, metavar="FILE")
 
     option(shapes, "--seqlen", f"default {comma(cases.SEQLENS)}", type=_sizes, metavar="N,...")
-    text, head_dims = f"default {comma(cases.HEAD_DIMS)}", list(cases.HEAD_DIMS)
+    text = f"multiples of 16 from 32 to 256 (default {comma(cases.HEAD_DIMS)})"
+    head_dims = list(cases.HEAD_DIMS)
     option(shapes, "--head-dim", text, type=_head_dims, default=head_dims, metavar="N,...")
     option(shapes, "--causal", "default both", choices=("0", "1", "both"), default="both")
     count(shapes, "--tokens", "batch x seqlen (default %(default)s)", default=cases.TOKENS)
-    count(shapes, "--hidden", "heads x head_dim (default %(default)s)", default=cases.HIDDEN)
+    text = "heads x head_dim; where head_dim does not divide it, less (default %(default)s)"
+    count(shapes, "--hidden", text, default=cases.HIDDEN)
     count(shapes, "--batch", "instead of --tokens")
     count(shapes, "--heads", "heads of Q, instead of --hidden")
     count(shapes, "--heads-k", "heads of K and V (default: as many as Q has)")
@@ -339,12 +346,20 @@ class Run:
             self.console.print(grid.rich())
 
     def figures(self) -> None:
-        """Registers, spills and counts of every compiled kernel, and their roofline times."""
+        """Registers, spills and counts of the compiled kernels, and their roofline times.
+
+        Kernels that pack GQA are left out: the shapes of the grid do not call them.
+        """
         from cute_attn import compile as compiler
         from cute_attn.bench import cases, figures
 
         options = self.options
-        configs = [config for config in compiler.configurations() if config.head_dim in options.head_dim]
+        configs = [
+            config
+            for config in compiler.configurations()
+            if {config.head_dim, config.head_dim_v} <= set(options.head_dim)
+            and getattr(config, "pack_gqa", 1) == 1
+        ]
         if options.quick:  # one kernel for each head_dim and kind of operands
             seen: dict[Any, Any] = {}
             for config in configs:
@@ -372,9 +387,21 @@ class Run:
         for grid in figures.figure_grids(rows):
             self.console.print(grid.rich())
 
+    def overhead(self) -> None:
+        """Host time of calls on tiny tensors."""
+        from cute_attn.bench import overhead
+        from cute_attn.quantize import resolve_recipe
+
+        recipes = self.options.recipe or [resolve_recipe("default").name]
+        found = overhead.measure(recipes)
+        self.rows += found
+        grid = overhead.overhead_grid(found)
+        if grid is not None:
+            self.console.print(grid.rich())
+
     def write(self, meta: dict[str, Any], head: Sequence[str]) -> None:
         """The files asked for."""
-        from cute_attn.bench import figures, record, report
+        from cute_attn.bench import figures, overhead, record, report
 
         options = self.options
         if options.json:
@@ -385,7 +412,11 @@ class Run:
             grids = report.speed_grids(self.rows)
             grids += [
                 grid
-                for grid in (report.accuracy_grid(self.rows), report.error_grid(self.rows))
+                for grid in (
+                    report.accuracy_grid(self.rows),
+                    report.error_grid(self.rows),
+                    overhead.overhead_grid(self.rows),
+                )
                 if grid is not None
             ]
             report.write_markdown(options.markdown, head, grids + figures.figure_grids(self.rows))
@@ -413,7 +444,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     hopper, device = hopper_device()
     reports = {
         None: ["speed", "accuracy"] if hopper else ["accuracy", "figures"],
-        "all": ["speed", "accuracy", "figures"] if hopper else ["accuracy", "figures"],
+        "all": ["speed", "overhead", "accuracy", "figures"] if hopper else ["accuracy", "figures"],
     }.get(options.report, [options.report])
     try:
         if options.recipe:
@@ -429,8 +460,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             report.need_matplotlib()
         if options.tensors is not None:
             data.load_user_tensors(options.tensors)  # refused now and not after the timing
-        if options.report == "speed" and not hopper:
-            raise ValueError(f"--report speed needs a Hopper GPU (compute capability 9.x): {device}")
+        if options.report in ("speed", "overhead") and not hopper:
+            raise ValueError(
+                f"--report {options.report} needs a Hopper GPU (compute capability 9.x): {device}"
+            )
     except (ValueError, FileNotFoundError, report.PlotUnavailable) as error:
         parser.error(str(error))  # exits with status 2
 
@@ -454,6 +487,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in reports:
         if name == "speed":
             run.speed()
+        elif name == "overhead":
+            run.overhead()
         elif name == "accuracy":
             run.accuracy(hopper)
         else:

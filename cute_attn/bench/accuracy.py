@@ -82,7 +82,8 @@ def accuracy_table(
     """Run every recipe on every input and measure its error against float64.
 
     Args:
-        inputs: Q, K, V to attend, each on any device; every input needs head_dim 64, 128 or 256.
+        inputs: Q, K, V to attend, each on any device; head_dim and head_dim_v are
+            multiples of 16 from 32 to 256.
         recipes: preset names or recipes; their names must differ.
         causal: True for the causal mask, aligned bottom-right, False for none, None for the one that belongs
             with each input (`LayerTensors.causal`).
@@ -92,7 +93,7 @@ def accuracy_table(
     Returns:
         One row for each input and recipe, in the order given. Columns: input, source, recipe, backend ("sm90"
         or "emulator": what ran), kernel, dtype, out_dtype, batch, seqlen_q, seqlen_k, heads_q, heads_k,
-        head_dim, causal; total error rmse, rel_rmse, max_abs_err, cosine (see `error_metrics`) and
+        head_dim, head_dim_v, causal; total error rmse, rel_rmse, max_abs_err, cosine (see `error_metrics`),
         ratio_to_naive (rmse of the naive recipe over rmse of this one, above 1 is better; the naive recipe is
         run for it even if it is not in `recipes`); kernel error rmse_kernel, rel_rmse_kernel,
         max_abs_err_kernel, cosine_kernel.
@@ -155,6 +156,7 @@ def _measure(
         "heads_q": layer.q.shape[2],
         "heads_k": layer.k.shape[2],
         "head_dim": layer.q.shape[3],
+        "head_dim_v": layer.v.shape[3],
         "causal": causal,
         **total,
         **{f"{name}_kernel": value for name, value in kernel.items()},
@@ -189,7 +191,7 @@ def record_rows(table: pd.DataFrame) -> list[dict[str, Any]]:
     rel_rmse, max_abs_err and cosine of that error. `ratio_to_naive` belongs to the total error alone.
     """
     shared = ["kernel", "backend", "dtype", "recipe", "batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k"]
-    shared += ["head_dim", "causal", "input", "source", "out_dtype"]
+    shared += ["head_dim", "head_dim_v", "causal", "input", "source", "out_dtype"]
     metrics = ["rmse", "rel_rmse", "max_abs_err", "cosine"]
     rows: list[dict[str, Any]] = []
     for line in table.to_dict(orient="records"):

@@ -90,11 +90,11 @@ def grid(
 
     Args:
         tokens: tokens in all; the batch is tokens // seqlen, at least 1, unless `batch` is given.
-        hidden: heads * head_dim; `heads` overrides it.
+        hidden: heads * head_dim, or the next multiple of head_dim below it; `heads` overrides it.
         heads_k: heads of K and V, default as many as Q has.
 
     Raises:
-        ValueError: a size is not positive, head_dim does not divide hidden, or heads_k does not divide heads.
+        ValueError: a size is not positive, head_dim exceeds hidden, or heads_k does not divide heads.
     """
     seqlens, head_dims, causal = list(seqlens), list(head_dims), list(causal)
     sizes = {"seqlen": seqlens, "head_dim": head_dims, "tokens": [tokens], "hidden": [hidden]}
@@ -108,10 +108,8 @@ def grid(
             raise ValueError(f"{name} must be at least 1, got {values}")
     cases = []
     for head_dim in head_dims:
-        if heads is None and hidden % head_dim:
-            raise ValueError(
-                f"hidden must be a multiple of head_dim, got hidden {hidden} and head_dim {head_dim}"
-            )
+        if heads is None and hidden < head_dim:
+            raise ValueError(f"hidden must be at least head_dim, got hidden {hidden} and head_dim {head_dim}")
         heads_q = hidden // head_dim if heads is None else heads
         kv = heads_q if heads_k is None else heads_k
         if heads_q % kv:

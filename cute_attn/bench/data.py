@@ -108,7 +108,7 @@ def load_user_tensors(path: str | Path, device: torch.device | str = "cpu") -> l
 
     The file holds either the three tensors `q`, `k`, `v`, or any number of triples `NAME.q`, `NAME.k`,
     `NAME.v` (for instance `layer0.q`). Each is (batch, seqlen, heads, head_dim) in bfloat16 or float16, as
-    the attention function takes it, so after RoPE.
+    the attention function takes it, so after RoPE; head_dim of v may be another than that of q and k.
 
     Returns:
         One `LayerTensors` a triple, in natural order of the names (layer2 before layer10); a plain triple is
@@ -180,9 +180,10 @@ def _check_triple(path: Path, dot: str, q: torch.Tensor, k: torch.Tensor, v: tor
             )
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{label} holds NaN or infinity; the error of attention on it is not defined")
-    if k.shape != v.shape:
+    if k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"{path}: {dot}k has shape {tuple(k.shape)} but {dot}v {tuple(v.shape)}; they must be the same"
+            f"{path}: {dot}k has shape {tuple(k.shape)} but {dot}v {tuple(v.shape)}; all but head_dim must "
+            "be the same"
         )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(

@@ -75,22 +75,31 @@ class Roofline:
 
 
 def tile_steps(config: FwdConfig, case: Case) -> int:
-    """Key tiles that all CTAs visit together. Causal: those with a key that the block's last row sees."""
-    blocks = -(-case.seqlen_q // config.tile_m)
+    """Key tiles that all tiles of query rows visit together. Causal: up to the last key that a tile sees."""
+    rows = case.seqlen_q * config.pack_gqa
     steps = 0
-    for block in range(blocks):
+    for block in range(-(-rows // config.tile_m)):
         keys = case.seqlen_k
         if config.causal:
-            last_row = min((block + 1) * config.tile_m, case.seqlen_q) - 1
-            keys = min(keys, max(0, last_row + 1 + case.seqlen_k - case.seqlen_q))
+            last_query = (min((block + 1) * config.tile_m, rows) - 1) // config.pack_gqa
+            keys = min(keys, max(0, last_query + 1 + case.seqlen_k - case.seqlen_q))
         steps += -(-keys // config.tile_n)
-    return steps * case.heads_q * case.batch
+    return steps * case.heads_q // config.pack_gqa * case.batch
 
 
 def step_copies(config: FwdConfig, counts: dict[str, int]) -> float:
     """How often a main-loop step stands in the code, by the WGMMA instructions it takes (k = 32 each)."""
-    per_step = config.head_dim // 32 + config.pv_splits * (config.tile_n // 32)
-    return (counts.get("QGMMA", 0) + counts.get("IGMMA", 0)) / per_step
+    steps_qk = config.qk_splits * (config.head_dim_padded // 32)
+    steps_pv = len(config.pv_parts) * (config.tile_n // 32)
+    return (counts.get("QGMMA", 0) + counts.get("IGMMA", 0)) / (steps_qk + steps_pv)
+
+
+def _elements(config: Config, case: Case) -> tuple[int, int, int, int]:
+    """Elements of Q, K, V and the output, with the columns of `config`."""
+    rows_q = case.batch * case.heads_q * case.seqlen_q
+    rows_k = case.batch * case.heads_k * case.seqlen_k
+    columns = config.head_dim, config.head_dim_v
+    return rows_q * columns[0], rows_k * columns[0], rows_k * columns[1], rows_q * columns[1]
 
 
 def forward_roofline(
@@ -98,7 +107,8 @@ def forward_roofline(
 ) -> Roofline:
     """Bounds of the forward kernel on `case`; `instructions` are all of the kernel's, padding left out."""
     steps = tile_steps(config, case)
-    work = steps * 2.0 * config.tile_m * config.tile_n * (2 * config.head_dim + SUM_ROWS)
+    columns = config.head_dim_padded + config.head_dim_v + SUM_ROWS
+    work = steps * 2.0 * config.tile_m * config.tile_n * columns
     copies = step_copies(config, counts)
 
     def clocks_to_ms(clocks_of_a_step: float) -> float:
@@ -112,28 +122,28 @@ def forward_roofline(
         if instructions is not None:
             issue = clocks_to_ms(warps * instructions / copies)
         mufu = clocks_to_ms(warps * MUFU_CLOCKS * counts.get("MUFU", 0) / copies)
-    elements_q, elements_kv = case.elements
+    q, k, v, out = _elements(config, case)
     rows = case.batch * case.heads_q * case.seqlen_q
     heads_k = case.batch * case.heads_k
     scales = 4 * (
         rows + heads_k * -(-case.seqlen_k // K_SCALE_GROUP) + heads_k * -(-case.seqlen_k // V_SCALE_GROUP)
     )
-    moved = elements_q + 2 * elements_kv + scales + 2 * elements_q + 4 * rows
+    moved = q + k + v + scales + 2 * out + 4 * rows
     return Roofline(work / TENSOR_FLOPS * 1e3, issue, mufu, moved / HBM_BYTES * 1e3)
 
 
 def quantize_bytes(config: QuantizeConfig, case: Case) -> int:
     """Bytes that the quantiser of `config` reads and writes on `case`."""
-    elements_q, elements_kv = case.elements
+    q, k, v, _ = _elements(config, case)
     if config.in_dtype == "e4m3":  # the transposing pre-pass of ready e4m3 tensors touches V alone
-        return 2 * elements_kv
+        return 2 * v
     heads_k = case.batch * case.heads_k
     rows = case.batch * case.heads_q * case.seqlen_q
     scales = (
         rows + heads_k * -(-case.seqlen_k // K_SCALE_GROUP) + heads_k * -(-case.seqlen_k // V_SCALE_GROUP)
     )
     extra = rows if config.smooth else 0  # q . mean
-    return 3 * (elements_q + 2 * elements_kv) + 4 * (scales + extra)
+    return 3 * (q + k + v) + 4 * (scales + extra)
 
 
 def _inspect(config: Config) -> Any:
@@ -200,6 +210,7 @@ def figure_rows(
             backend="sm90",
             phase="figures",
             dtype="fp8",
+            head_dim_v=config.head_dim_v,
             **(case.fields | {"causal": config.causal if isinstance(config, FwdConfig) else None}),
         )
         if isinstance(figure, str):
@@ -212,6 +223,7 @@ def figure_rows(
             bounds = forward_roofline(config, case, counts, instructions)
         else:
             bounds = Roofline(None, None, None, quantize_bytes(config, case) / HBM_BYTES * 1e3)
+        flops = case.flops * (config.head_dim + config.head_dim_v) / (2 * config.head_dim)
         row.update(
             registers=figure.registers,
             stack_bytes=figure.stack_bytes,
@@ -229,7 +241,7 @@ def figure_rows(
             implied_hbm_ms=bounds.hbm_ms,
             implied_ms=bounds.ms,
             implied_bound=bounds.unit,
-            implied_tflops=case.flops / bounds.ms / 1e9 if forward else None,
+            implied_tflops=flops / bounds.ms / 1e9 if forward else None,
         )
         rows.append(row)
     return rows

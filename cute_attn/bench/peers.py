@@ -161,7 +161,7 @@ def prepare(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Ten
     if contender.provider == "cudnn":
         q8, k8, v8 = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
         run = cudnn_fp8_runner(q8, k8, v8, causal=case.causal, softmax_scale=1 / math.sqrt(case.head_dim))
-        library = _need("cudnn").backend_version_string()
+        library = need("cudnn").backend_version_string()
         name = f"cuDNN {library} FP8 SDPA graph, e4m3 output (frontend {_version('nvidia-cudnn-frontend')})"
         return Prepared(run, name, "cudnn", cases.output_error, held_bytes=q8.numel())
     return _prepare_sdpa(contender.provider, case, q, k, v)
@@ -210,8 +210,13 @@ def _quantiser_name(plan: Plan) -> str:
 
 def _stored_bytes(qkv: Any) -> int:
     """Bytes of the quantised tensors in memory; an expanded scale counts what it holds, not its shape."""
+
+    def held(x: Tensor) -> int:
+        kept = (size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
+        return x.element_size() * math.prod(kept)
+
     tensors = (qkv.q, qkv.k, qkv.vt, qkv.q_scale, qkv.k_scale, qkv.v_scale, qkv.q_dot_mean)
-    return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
+    return sum(held(x) for x in tensors if x is not None)
 
 
 def _quantized_error(qkv: Any, reference: cases.SampledRows) -> cases.OutputError:
@@ -242,7 +247,8 @@ def _import(module: str) -> Any | str:
         return f"cannot import {module}: " + " ".join(f"{type(error).__name__}: {error}".split())[:250]
 
 
-def _need(module: str) -> Any:
+def need(module: str) -> Any:
+    """The module; raises NotRun where it cannot be imported."""
     found = _import(module)
     if isinstance(found, str):
         raise NotRun("unavailable", found)
@@ -272,7 +278,7 @@ def _first(result: Any) -> Tensor:
 
 
 def _prepare_fa3(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
-    fa3 = _need("flash_attn_interface")
+    fa3 = need("flash_attn_interface")
     name = f"FlashAttention-3 {_version('flash-attn-3', module='flash_attn_interface')}"
     if contender.dtype == "fp8":
         q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
@@ -291,7 +297,7 @@ def _prepare_fa3(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v
 
 
 def _prepare_fa4(case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
-    fa4 = _need("flash_attn.cute")
+    fa4 = need("flash_attn.cute")
     name = f"FlashAttention-4 CuTe {_version('flash-attn-4')}"
     return Prepared(
         lambda: _first(fa4.flash_attn_func(q, k, v, causal=case.causal)), name, "sm90", cases.output_error
@@ -352,7 +358,7 @@ def cudnn_fp8_runner(
         NotRun: the front end cannot be imported.
         Exception: cuDNN has no plan for this case.
     """
-    cudnn = _need("cudnn")
+    cudnn = need("cudnn")
     kind = cudnn.data_type
     graph = cudnn.pygraph(
         io_data_type=kind.FP8_E4M3, intermediate_data_type=kind.FLOAT, compute_data_type=kind.FLOAT

@@ -35,6 +35,8 @@ PHASES = (
     "accuracy_kernel",
     "accuracy_total",
     "figures",
+    "overhead",
+    "profile",
 )
 DTYPES = ("fp8", "bf16", "fp16")
 STATUSES = ("ok", "unavailable", "skipped", "failed", "wrong")

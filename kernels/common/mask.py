@@ -6,33 +6,35 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-ROW_STEP = 8  # a thread's second accumulator row lies this many query rows below its first
+from ..config import FwdConfig
+
+ROW_STEP = 8  # a thread's second accumulator row lies this many rows of the tile below its first
 
 
 @cute.jit
-def first_hidden_key(limits, r: cutlass.Constexpr, causal: cutlass.Constexpr) -> Int32:
+def first_hidden_key(limits, r: cutlass.Constexpr, cfg: FwdConfig) -> Int32:
     """Position of the first key that row `r` (0 or 1) of this thread must not see; keys before it are visible.
 
-    limits is (row0 + 1 + seqlen_k - seqlen_q, seqlen_k), row0 the thread's first query row: one register beside
-    the uniform length instead of one for each row.
+    limits is (query + 1 + seqlen_k - seqlen_q, seqlen_k), for the query of the thread's first row: one register
+    beside the uniform length instead of one for each row. Of packed rows, `pack_gqa` in turn are of one query.
     """
     end, seqlen_k = limits
     limit = seqlen_k
-    if cutlass.const_expr(causal):
-        limit = cutlass.min(seqlen_k, end + r * ROW_STEP)
+    if cutlass.const_expr(cfg.causal):
+        limit = cutlass.min(seqlen_k, end + r * (ROW_STEP // cfg.pack_gqa))
     return limit
 
 
 @cute.jit
-def mask_scores(scores: cute.Tensor, limits, column0: Int32, causal: cutlass.Constexpr):
+def mask_scores(scores: cute.Tensor, limits, column0: Int32, cfg: FwdConfig):
     """Set hidden scores to -inf.
 
-    scores   (2, columns) view of a thread's accumulator, one row of it for each query row of the thread
+    scores   (2, columns) view of a thread's accumulator, one row of it for each row of the thread
     limits   see `first_hidden_key`
     column0  key position of the thread's first element; element i lies 8 * (i // 2) + i % 2 behind it, a
              constant, so each element costs one compare with an immediate and one select
     """
     for r in cutlass.range_constexpr(2):
-        limit = first_hidden_key(limits, r, causal) - column0
+        limit = first_hidden_key(limits, r, cfg) - column0
         for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             scores[r, i] = -Float32.inf if limit <= 8 * (i // 2) + i % 2 else scores[r, i]

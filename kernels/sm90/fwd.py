@@ -6,23 +6,26 @@ Tensors (the natural layouts of the caller; every stride is dynamic, the last on
 
     q        (batch, seqlen_q, heads_q, head_dim)   e4m3 or int8
     k        (batch, seqlen_k, heads_k, head_dim)   e4m3 or int8
-    vt       (batch, heads_k, head_dim, >= seqlen_k) e4m3, keys permuted in groups of 16, zeros past seqlen_k
+    vt       (batch, heads_k, head_dim_v, >= seqlen_k) e4m3, keys permuted in groups of 16, zeros past seqlen_k
     q_scale  (batch, heads_q, seqlen_q)             float32, may be expanded (stride 0)
     k_scale  (batch, heads_k, ceil(seqlen_k / 64))  float32, last stride 1, rows readable to a multiple of 4
     v_scale  (batch, heads_k, ceil(seqlen_k / 256)) float32, last stride 1
     lse_add  (batch, heads_q, seqlen_q)             float32, times softmax_scale added to lse (K smoothing's share)
-    o        (batch, seqlen_q, heads_q, head_dim)   bf16 or fp16
+    o        (batch, seqlen_q, heads_q, head_dim_v) bf16 or fp16
     lse      (batch, heads_q, seqlen_q)             float32
 
-One CTA a work tile: tile_m query rows of one head. Warpgroups 0 .. n-1 consume (64 rows each, most registers),
-the last one produces: its first warp issues the TMA loads, the others leave at once. Loops, rings and timeline are
-in mainloop.py, numerics in policy_fp8.py.
+A work tile is tile_m rows of one head; with pack_gqa, of one head of K: row r is query r // pack_gqa, head
+r % pack_gqa of the group. At most one CTA an SM runs, and takes tiles in turn (common/scheduler.py). Warpgroups
+0 .. n-1 consume (64 rows each, most registers), the last one produces: its first warp issues the TMA loads, the others
+leave at once. Loops, rings and timeline are in mainloop.py, numerics in policy_fp8.py.
 
-Shared memory: Q (tile_m, head_dim), K ring (tile_n, head_dim, kv_stages), V^T ring (head_dim + 8, tile_n, kv_stages)
-whose last eight rows are a row of ones (the row sum of P falls out of P V) and seven of zeros; O is staged in the K
-ring once every consumer is past its last Q K^T.
+Shared memory: Q (tile_m, head_dim, q_stages) and K ring (tile_n, head_dim, kv_stages), where TMA fills columns from
+head_dim to a multiple of 32 with zeros; V^T ring (head_dim_v + 8, tile_n, kv_stages), whose last eight rows are a row
+of ones (the row sum of P falls out of P V) and seven of zeros; O (64, head_dim_v, warpgroups), from where TMA stores it
+while the next tile begins.
 
-Limits: head_dim 64, 128, 256; seqlen up to 2^31 - 1, CTAs up to 2^31 - 1; TMA wants 16-byte strides and addresses.
+Limits: head_dim and head_dim_v multiples of 16 from 32 to 256; seqlen and work tiles up to 2^31 - 1; TMA wants 16-byte
+strides and addresses.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from ..common.mask import ROW_STEP, first_hidden_key
-from ..common.scheduler import key_blocks, tile_coord
+from ..common.scheduler import key_blocks, rounds_of, unit_coord, unit_in_round
 from ..config import SUM_ROWS, FwdConfig
 from .mainloop import Barrier, Mainloop
 from .policy_fp8 import F8, Fp8Policy
@@ -77,48 +80,61 @@ class FwdSm90:
         lse: cute.Tensor,
         softmax_scale: Float32,
         softmax_scale_log2: Float32,
+        sms: Int32,  # CTAs at most
+        turn: Int32,  # key heads whose tiles are mixed in the order of work, see common/scheduler.py
         stream,
     ):
         cfg = self.cfg
-        tile_m, tile_n, d = cfg.tile_m, cfg.tile_n, cfg.head_dim
-        rows_first = lambda t: cute.make_tensor(
-            t.iterator, cute.select(t.layout, [1, 3, 2, 0])
-        )  # (s, d, h, b)
-        q, k, o = rows_first(q), rows_first(k), rows_first(o)
+        tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.head_dim_padded, cfg.head_dim_v
+        k = cute.make_tensor(k.iterator, cute.select(k.layout, [1, 3, 2, 0]))  # (s, d, h, b)
         vt = cute.make_tensor(vt.iterator, cute.select(vt.layout, [2, 3, 1, 0]))  # (d, s, h, b)
-        scales_first = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, [2, 1, 0]))  # (s, h, b)
-        q_scale, k_scale, v_scale, lse_add, lse = [
-            scales_first(t) for t in (q_scale, k_scale, v_scale, lse_add, lse)
+        q, o = self.packed(q), self.packed(o)  # (g, s, d, h, b)
+        heads_last = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, [2, 1, 0]))  # (s, h, b)
+        k_scale, v_scale, q_scale, lse_add, lse = [
+            heads_last(t) for t in (k_scale, v_scale, q_scale, lse_add, lse)
         ]
 
         qk_type = self.policy.qk_type
-        layout_q = cute.tile_to_shape(_swizzled(qk_type, d), (tile_m, d), order=(0, 1))
+        layout_q = cute.tile_to_shape(_swizzled(qk_type, d), (tile_m, d, cfg.q_stages), order=(0, 1, 2))
         layout_k = cute.tile_to_shape(_swizzled(qk_type, d), (tile_n, d, cfg.kv_stages), order=(0, 1, 2))
         layout_v = cute.tile_to_shape(
-            _swizzled(F8, tile_n), (d + SUM_ROWS, tile_n, cfg.kv_stages), order=(0, 1, 2)
+            _swizzled(F8, tile_n), (d_v + SUM_ROWS, tile_n, cfg.kv_stages), order=(0, 1, 2)
         )
-        layout_v_box = cute.tile_to_shape(_swizzled(F8, tile_n), (d, cfg.v_box), order=(0, 1))
+        layout_v_box = cute.tile_to_shape(_swizzled(F8, tile_n), (d_v, cfg.v_box), order=(0, 1))
         layout_o = cute.tile_to_shape(
-            _swizzled(self.out_type, d), (64, d, cfg.consumer_warpgroups), order=(0, 1, 2)
+            _swizzled(self.out_type, d_v), (64, d_v, cfg.consumer_warpgroups), order=(0, 1, 2)
         )
         load = cpasync.CopyBulkTensorTileG2SOp()
-        tma_q = cpasync.make_tiled_tma_atom(load, q, layout_q, (tile_m, d))
-        tma_k = cpasync.make_tiled_tma_atom(load, k, cute.select(layout_k, [0, 1]), (tile_n, d))
-        tma_v = cpasync.make_tiled_tma_atom(load, vt, layout_v_box, (d, cfg.v_box))
+        tma_q = cpasync.make_tiled_tma_atom(
+            load, q, self.packed_rows(cute.select(layout_q, [0, 1]), tile_m, d), self.box(tile_m, d)
+        )
+        shared = load if cfg.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        tma_k = cpasync.make_tiled_tma_atom(
+            shared, k, cute.select(layout_k, [0, 1]), (tile_n, d), num_multicast=cfg.cluster
+        )
+        tma_v = cpasync.make_tiled_tma_atom(
+            shared, vt, layout_v_box, (d_v, cfg.v_box), num_multicast=cfg.cluster
+        )
         store = cpasync.CopyBulkTensorTileS2GOp()
-        tma_o = cpasync.make_tiled_tma_atom(store, o, cute.select(layout_o, [0, 1]), (64, d))
+        tma_o = cpasync.make_tiled_tma_atom(
+            store, o, self.packed_rows(cute.select(layout_o, [0, 1]), 64, d_v), self.box(64, d_v)
+        )
 
         @cute.struct
         class Storage:
-            bar_q: cute.struct.MemRange[cutlass.Int64, 2]
+            bar_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.q_stages]
             bar_k: cute.struct.MemRange[cutlass.Int64, 2 * cfg.kv_stages]
             bar_v: cute.struct.MemRange[cutlass.Int64, 2 * cfg.kv_stages]
             q: cute.struct.Align[cute.struct.MemRange[qk_type, cute.cosize(layout_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[qk_type, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[F8, cute.cosize(layout_v)], 1024]
+            o: cute.struct.Align[cute.struct.MemRange[self.out_type, cute.cosize(layout_o)], 1024]
 
         self.storage = Storage
-        m_blocks = cute.ceil_div(q.shape[0], tile_m)
+        m_units = cute.ceil_div(
+            q.shape[1] * cfg.pack_gqa, tile_m * cfg.cluster
+        )  # the last may have a tile of no rows
+        units = m_units * q.shape[3] * q.shape[4]
         self.kernel(
             tma_q.atom,
             tma_q.tma_tensor,
@@ -139,14 +155,38 @@ class FwdSm90:
             lse,
             softmax_scale,
             softmax_scale_log2,
-            m_blocks,
+            m_units,
+            turn,
+            units,
             k.shape[0],
         ).launch(
-            grid=[m_blocks * q.shape[2] * q.shape[3], 1, 1],
+            grid=[cutlass.min(units, sms // cfg.cluster) * cfg.cluster, 1, 1],
             block=[cfg.threads, 1, 1],
+            cluster=None if cfg.cluster == 1 else [cfg.cluster, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def packed(self, x: cute.Tensor) -> cute.Tensor:
+        """(batch, seqlen, heads, dim) -> (pack_gqa, seqlen, dim, heads / pack_gqa, batch)."""
+        g = self.cfg.pack_gqa
+        batch, seqlen, heads, dim = x.shape
+        of_batch, of_row, of_head, of_dim = x.stride
+        return cute.make_tensor(
+            x.iterator,
+            cute.make_layout(
+                (g, seqlen, dim, heads // g, batch), stride=(of_head, of_row, of_dim, of_head * g, of_batch)
+            ),
+        )
+
+    def box(self, rows: int, columns: int) -> tuple[int, int, int]:
+        """Extents of a tile of `rows` rows in what `packed` returns."""
+        return self.cfg.pack_gqa, rows // self.cfg.pack_gqa, columns
+
+    def packed_rows(self, layout, rows: int, columns: int):
+        """The layout of a tile in shared memory, (rows, columns), as (pack_gqa, rows / pack_gqa, columns)."""
+        g = self.cfg.pack_gqa
+        return cute.composition(layout, cute.make_layout(self.box(rows, columns), stride=(1, g, rows)))
 
     # -- device -----------------------------------------------------------------------------------------------
 
@@ -154,13 +194,13 @@ class FwdSm90:
     def kernel(
         self,
         atom_q: cute.CopyAtom,
-        m_q: cute.Tensor,  # (seqlen_q, head_dim, heads_q, batch)
+        m_q: cute.Tensor,  # (pack_gqa, seqlen_q, head_dim, heads_q / pack_gqa, batch)
         atom_k: cute.CopyAtom,
         m_k: cute.Tensor,  # (seqlen_k, head_dim, heads_k, batch)
         atom_v: cute.CopyAtom,
-        m_v: cute.Tensor,  # (head_dim, padded seqlen_k, heads_k, batch)
+        m_v: cute.Tensor,  # (head_dim_v, padded seqlen_k, heads_k, batch)
         atom_o: cute.CopyAtom,
-        m_o: cute.Tensor,  # (seqlen_q, head_dim, heads_q, batch)
+        m_o: cute.Tensor,  # (pack_gqa, seqlen_q, head_dim_v, heads_q / pack_gqa, batch)
         layout_q: cute.ComposedLayout,
         layout_k: cute.ComposedLayout,
         layout_v: cute.ComposedLayout,
@@ -172,61 +212,76 @@ class FwdSm90:
         m_lse: cute.Tensor,  # (seqlen_q, heads_q, batch)
         softmax_scale: Float32,
         softmax_scale_log2: Float32,
-        m_blocks: Int32,
+        m_units: Int32,
+        turn: Int32,
+        units: Int32,
         seqlen_k: Int32,
     ):
-        cfg = self.cfg
-        tile_m, tile_n, d = cfg.tile_m, cfg.tile_n, cfg.head_dim
+        cfg, g = self.cfg, self.cfg.pack_gqa
+        tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.head_dim_padded, cfg.head_dim_v
         tid, _, _ = cute.arch.thread_idx()
-        work, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warpgroup = cute.arch.make_warp_uniform(tid // 128)
-        seqlen_q, heads_q = m_q.shape[0], m_q.shape[2]
-        m_block, head, batch = tile_coord(work, m_blocks, heads_q, cfg.causal)
-        head_k = head // (heads_q // m_k.shape[2])
-        blocks, masked_blocks = key_blocks(m_block, seqlen_q, seqlen_k, tile_m, tile_n, cfg.causal)
+        seqlen_q, heads_k = m_q.shape[1], m_k.shape[2]
+        group = m_q.shape[3] // heads_k  # query heads, or packs of them, of a key head
+        order = (m_units, group, heads_k, m_k.shape[3], turn)
+        rounds = rounds_of(cta // cfg.cluster, ctas // cfg.cluster, units, cfg)
 
         if warp_idx == 4 * cfg.consumer_warpgroups:
             for atom in (atom_q, atom_k, atom_v, atom_o):
                 cpasync.prefetch_descriptor(atom)
 
         storage = SmemAllocator().allocate(self.storage)
-        s_q = storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)  # (tile_m, d)
-        s_k = storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner)  # (tile_n, d, stages)
-        s_v = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)  # (d + 8, tile_n, stages)
-        s_o = cute.make_tensor(
-            cute.recast_ptr(storage.k.data_ptr(), layout_o.inner, dtype=self.out_type), layout_o.outer
-        )  # (64, d, warpgroups)
-        pipe_q = self.ring(storage.bar_q.data_ptr(), 1, tile_m * d)
-        pipe_k = self.ring(storage.bar_k.data_ptr(), cfg.kv_stages, tile_n * d)
-        pipe_v = self.ring(storage.bar_v.data_ptr(), cfg.kv_stages, tile_n * d)
+        s_q = storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)  # (tile_m, d, q_stages)
+        s_k = storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner)  # (tile_n, d, kv_stages)
+        s_v = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)  # (d_v + 8, tile_n, kv_stages)
+        s_o = storage.o.get_tensor(layout_o.outer, swizzle=layout_o.inner)  # (64, d_v, warpgroups)
+        pipes = (
+            self.ring(storage.bar_q.data_ptr(), cfg.q_stages, tile_m * d, shared=False),
+            self.ring(storage.bar_k.data_ptr(), cfg.kv_stages, tile_n * d, shared=True),
+            self.ring(storage.bar_v.data_ptr(), cfg.kv_stages, tile_n * d_v, shared=True),
+        )
         self.fill_sum_rows(s_v, tid)
-        pl.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
-        pl.pipeline_init_wait(cluster_shape_mn=(1, 1))
+        pl.pipeline_init_arrive(cluster_shape_mn=(cfg.cluster, 1), is_relaxed=True)
+        pl.pipeline_init_wait(cluster_shape_mn=(cfg.cluster, 1))
         cute.arch.sync_threads()  # all threads: mbarriers are initialised, the sum rows are written
 
         if warpgroup == cfg.consumer_warpgroups:
             cute.arch.setmaxregister_decrease(cfg.producer_regs)
             if warp_idx == 4 * cfg.consumer_warpgroups:
-                pair = lambda t: cute.group_modes(t, 0, 2)
-                whole = cute.make_layout(1)
-                g_q = cute.local_tile(m_q[None, None, head, batch], (tile_m, d), (m_block, 0))
-                g_k = cute.local_tile(m_k[None, None, head_k, batch], (tile_n, d), (None, 0))
-                g_v = cute.local_tile(m_v[None, None, head_k, batch], (d, cfg.v_box), (0, None))
-                boxes = cute.local_tile(s_v, (d, cfg.v_box, cfg.kv_stages), (0, None, 0))  # sum rows left out
+                rows = lambda t: cute.group_modes(t, 0, cute.rank(t) - 1)
+                whole, parts = cute.make_layout(1), cute.make_layout(cfg.cluster)
+                rank = 0 if cutlass.const_expr(cfg.cluster == 1) else cute.arch.block_idx_in_cluster()
+                boxes = cute.local_tile(s_v, (d_v, cfg.v_box, cfg.kv_stages), (0, None, 0))  # no sum rows
                 boxes = cute.make_tensor(boxes.iterator, cute.select(boxes.layout, [0, 1, 3, 2]))
-                tq_s, tq_g = cpasync.tma_partition(atom_q, 0, whole, pair(s_q), pair(g_q))
-                tk_s, tk_g = cpasync.tma_partition(atom_k, 0, whole, pair(s_k), pair(g_k))
-                tv_s, tv_g = cpasync.tma_partition(atom_v, 0, whole, pair(boxes), pair(g_v))
-                self.mainloop.produce(
-                    (atom_q, tq_g, tq_s),
-                    (atom_k, tk_g, tk_s),
-                    (atom_v, tv_g, tv_s),
-                    pipe_q,
-                    pipe_k,
-                    pipe_v,
-                    blocks,
-                )
+                boxes = cute.group_modes(boxes, 0, 2)
+                state_q = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.q_stages)
+                state = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.kv_stages)
+                for r in cutlass.range(rounds, unroll=1):
+                    m_block, head, batch = self.tile(r, order)
+                    head_k = head // group
+                    blocks, _, _ = key_blocks(m_block, seqlen_q, seqlen_k, cfg)
+                    g_q = cute.local_tile(
+                        m_q[None, None, None, head, batch], self.box(tile_m, d), (0, m_block, 0)
+                    )
+                    g_k = cute.local_tile(m_k[None, None, head_k, batch], (tile_n, d), (None, 0))
+                    g_v = cute.local_tile(m_v[None, None, head_k, batch], (d_v, cfg.v_box), (0, None))
+                    tq_s, tq_g = cpasync.tma_partition(
+                        atom_q, 0, whole, rows(s_q), cute.group_modes(g_q, 0, 3)
+                    )
+                    tk_s, tk_g = cpasync.tma_partition(atom_k, rank, parts, rows(s_k), rows(g_k))
+                    tv_s, tv_g = cpasync.tma_partition(atom_v, rank, parts, boxes, rows(g_v))
+                    state_q, state = self.mainloop.produce(
+                        (atom_q, tq_g, tq_s), (atom_k, tk_g, tk_s), (atom_v, tv_g, tv_s),
+                        pipes, (state_q, state), blocks,
+                    )  # fmt: skip
+                # the producer may not leave before its last loads have been consumed
+                state_v = state.clone()
+                pipes[0].producer_tail(state_q)
+                pipes[1].producer_tail(state)
+                pipes[2].producer_tail(state_v)
         else:
             cute.arch.setmaxregister_increase(cfg.consumer_regs)
             policy = self.policy
@@ -237,53 +292,87 @@ class FwdSm90:
                 qk_mma.make_fragment_B(qk_thread.partition_B(s_k)),
                 policy.v_fragments(s_v, tid),
             )
-            lane = cute.arch.lane_idx()
-            row0 = m_block * tile_m + warp_idx * 16 + lane // 4  # this thread's rows: row0 and row0 + 8
-            g_q_scale = m_q_scale[None, head, batch]
-            q_scale = cute.make_rmem_tensor(2, Float32)
-            limits = (
-                row0 + 1 + seqlen_k - seqlen_q,
-                seqlen_k,
-            )  # causal is bottom-right; see first_hidden_key
-            for r in cutlass.range_constexpr(2):
-                row = row0 + ROW_STEP * r
-                scale = g_q_scale[cutlass.min(row, seqlen_q - 1)] * softmax_scale_log2
-                q_scale[r] = scale * Float32(policy.score_unit)
-            state = policy.new_state()
-            out = policy.new_output(tid)
-            v_scale = self.mainloop.consume(
-                frags,
-                (q_scale, m_k_scale[None, head_k, batch], m_v_scale[None, head_k, batch]),
-                (state, limits),
-                out,
-                pipe_q,
-                pipe_k,
-                pipe_v,
-                blocks,
-                masked_blocks,
+            states = (
+                pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.q_stages),
+                pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.kv_stages),
             )
-            self.epilogue(
-                out, state[0], limits, v_scale, softmax_scale, row0, warpgroup, warp_idx, tid,
-                s_o, atom_o, m_o[None, None, head, batch], m_block,
-                m_lse[None, head, batch], m_lse_add[None, head, batch],
-            )  # fmt: skip
+            for r in cutlass.range(rounds, unroll=1):
+                m_block, head, batch = self.tile(r, order)
+                row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k)
+                blocks = key_blocks(m_block, seqlen_q, seqlen_k, cfg)
+                q_scale = cute.make_rmem_tensor(2, Float32)
+                for i in cutlass.range_constexpr(2):
+                    row = row0 + ROW_STEP * i
+                    query = cutlass.min(row // g, seqlen_q - 1)
+                    scale = m_q_scale[query, head * g + row % g, batch] * softmax_scale_log2
+                    q_scale[i] = scale * Float32(self.policy.score_unit)
+                state = self.policy.new_state()
+                out = self.policy.new_output(tid)
+                v_scale, states = self.mainloop.consume(
+                    frags,
+                    (q_scale, m_k_scale[None, head // group, batch], m_v_scale[None, head // group, batch]),
+                    (state, limits),
+                    out,
+                    pipes,
+                    states,
+                    blocks,
+                )
+                # Computed again, from a number that the compiler cannot know to be r: at head_dim_v 256 there is no
+                # register to keep them in over the loop.
+                again = cute.arch.shuffle_sync(r, 0)
+                m_block, head, batch = self.tile(again, order)
+                row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k)
+                self.epilogue(
+                    out, state[0], limits, v_scale, softmax_scale, row0, warpgroup, warp_idx, tid,
+                    s_o, atom_o, m_o[None, None, None, head, batch], m_block,
+                    m_lse[None, None, batch], m_lse_add[None, None, batch], head,
+                )  # fmt: skip
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
-    def ring(self, barriers, stages: int, tx_bytes: int):
-        """A TMA ring: one producer thread arrives with the byte count, one lane of each consumer warp releases."""
+    @cute.jit
+    def tile(self, r: Int32, order):
+        """(m_block, head, batch) of this CTA's tile of round r.
+
+        CTAs of a cluster change places from round to round: with a causal mask the first has less to do.
+        """
+        size = self.cfg.cluster
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        unit = unit_in_round(r, cta // size, ctas // size, self.cfg)
+        m_unit, head, batch = unit_coord(unit, *order, self.cfg)
+        return m_unit * size + (cta + r) % size, head, batch
+
+    @cute.jit
+    def rows_of(self, m_block: Int32, seqlen_q: Int32, seqlen_k: Int32):
+        """This thread's first row of the head, the second is ROW_STEP below; limits of the causal mask, bottom-right.
+
+        See `first_hidden_key` for the limits.
+        """
+        tid, _, _ = cute.arch.thread_idx()
+        row0 = m_block * self.cfg.tile_m + tid // 32 * 16 + tid % 32 // 4
+        return row0, (row0 // self.cfg.pack_gqa + 1 + seqlen_k - seqlen_q, seqlen_k)
+
+    def ring(self, barriers, stages: int, tx_bytes: int, shared: bool):
+        """A TMA ring: one producer thread arrives with the byte count, one lane of each consumer warp releases.
+
+        shared: each CTA of the cluster fills a part of every CTA's stage, so its producer waits for all consumers.
+        """
+        cluster = self.cfg.cluster
+        consumers = 4 * self.cfg.consumer_warpgroups * (cluster if shared else 1)
         return pl.PipelineTmaAsync.create(
             num_stages=stages,
             producer_group=pl.CooperativeGroup(pl.Agent.Thread),
-            consumer_group=pl.CooperativeGroup(pl.Agent.Thread, 4 * self.cfg.consumer_warpgroups),
+            consumer_group=pl.CooperativeGroup(pl.Agent.Thread, consumers),
             tx_count=tx_bytes,
             barrier_storage=barriers,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-            mcast_mode_mn=(0, 1),
-            defer_sync=True,  # one fence and one CTA barrier for all rings, in the kernel
+            cta_layout_vmnk=cute.make_layout((1, cluster, 1, 1)),
+            mcast_mode_mn=(0, 1) if shared else (1, 0),
+            defer_sync=True,  # one fence and one barrier for all rings, in the kernel
         )
 
     @cute.jit
     def fill_sum_rows(self, s_v: cute.Tensor, tid: Int32):
-        """Rows head_dim .. head_dim + 7 of every V^T stage: ones, then zeros. TMA never writes them."""
+        """Rows head_dim_v .. head_dim_v + 7 of every V^T stage: ones, then zeros. TMA never writes them."""
         cfg = self.cfg
         total = SUM_ROWS * cfg.tile_n * cfg.kv_stages
         for t in cutlass.range_constexpr(cute.ceil_div(total, cfg.threads)):
@@ -292,7 +381,7 @@ class FwdSm90:
                 row = i % SUM_ROWS
                 key = i // SUM_ROWS % cfg.tile_n
                 value = Float32(1.0) if row == 0 else Float32(0.0)
-                s_v[cfg.head_dim + row, key, i // (SUM_ROWS * cfg.tile_n)] = value.to(F8)
+                s_v[cfg.head_dim_v + row, key, i // (SUM_ROWS * cfg.tile_n)] = value.to(F8)
         cute.arch.fence_proxy("async.shared", space="cta")  # WGMMA reads through the async proxy
 
     @cute.jit
@@ -313,51 +402,60 @@ class FwdSm90:
         m_block: Int32,
         g_lse: cute.Tensor,
         g_lse_add: cute.Tensor,
+        head: Int32,
     ):
         """Normalise, write lse, and send O registers -> shared memory -> TMA store, each warpgroup its 64 rows.
 
-        TMA drops rows past seqlen_q. g_o is (seqlen_q, head_dim), g_lse and g_lse_add (seqlen_q,).
+        TMA drops rows past seqlen_q. g_o is (pack_gqa, seqlen_q, head_dim_v), g_lse and g_lse_add (seqlen_q, heads_q).
         """
-        cfg, policy = self.cfg, self.policy
+        cfg, policy, g = self.cfg, self.policy, self.cfg.pack_gqa
         lse = cute.make_rmem_tensor(2, Float32)
         policy.finish(out, reference, limits, lse, v_scale)
         if cute.arch.lane_idx() % 4 == 0:  # the four lanes of a row hold the same value
             for r in cutlass.range_constexpr(2):
                 row = row0 + ROW_STEP * r
-                if row < g_lse.shape[0]:
-                    shifted = lse[r] + softmax_scale * g_lse_add[row]  # may be NaN; a row without keys is not
-                    g_lse[row] = shifted if first_hidden_key(limits, r, cfg.causal) > 0 else lse[r]
-        # all consumers: none reads the K ring any more, where O goes
-        pl.NamedBarrier(
-            barrier_id=Barrier.EPILOGUE, num_threads=128 * cfg.consumer_warpgroups
-        ).arrive_and_wait()
-        part = cfg.head_dim // cfg.pv_splits
+                query, head_q = row // g, head * g + row % g
+                if query < g_lse.shape[0]:
+                    shifted = (
+                        lse[r] + softmax_scale * g_lse_add[query, head_q]
+                    )  # may be NaN; a row without keys is not
+                    g_lse[query, head_q] = shifted if first_hidden_key(limits, r, cfg) > 0 else lse[r]
+        cute.arch.cp_async_bulk_wait_group(
+            0, read=True
+        )  # the warp that stores: the last tile's O has been read
+        cute.arch.barrier(
+            barrier_id=Barrier.STORE + warpgroup, number_of_threads=128
+        )  # so the warpgroup may write
+        # From a number that the compiler cannot know to be tid, or it computes all addresses before the loops.
+        tid = cute.arch.shuffle_sync(tid, cute.arch.lane_idx())
         copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out_type)
-        one_warpgroup = cute.make_tiled_mma(
-            cute.make_mma_atom(wg.MmaF8Op(F8, F8, Float32, (64, part), wg.OperandSource.RMEM,
-                                          cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.K))
-        )  # fmt: skip
-        tiled_copy = cute.make_tiled_copy_C(copy_atom, one_warpgroup).get_slice(tid % 128)
-        for i in cutlass.range_constexpr(cfg.pv_splits):
+        start = 0
+        for i, part in enumerate(cfg.pv_parts):
+            one_warpgroup = cute.make_tiled_mma(
+                cute.make_mma_atom(wg.MmaF8Op(F8, F8, Float32, (64, part), wg.OperandSource.RMEM,
+                                              cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.K))
+            )  # fmt: skip
+            tiled_copy = cute.make_tiled_copy_C(copy_atom, one_warpgroup).get_slice(tid % 128)
             values = cute.make_tensor(
                 out[i].iterator, cute.make_layout(((2, 2, part // 8), 1, 1), stride=((1, 2, 4), 0, 0))
             )  # without the sum columns
             narrow = cute.make_rmem_tensor_like(values, self.out_type)
             narrow.store(values.load().to(self.out_type))
-            target = cute.local_tile(s_o[None, None, warpgroup], (64, part), (0, i))
+            target = cute.domain_offset((0, start), s_o[None, None, warpgroup])
+            target = cute.local_tile(target, (64, part), (0, 0))
             cute.copy(copy_atom, tiled_copy.retile(narrow), tiled_copy.partition_D(target))
+            start += part
         cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads through the async proxy
         cute.arch.barrier(
             barrier_id=Barrier.STORE + warpgroup, number_of_threads=128
         )  # the warpgroup has staged
         if warp_idx % 4 == 0:
             g_tile = cute.local_tile(
-                g_o, (64, cfg.head_dim), (m_block * cfg.consumer_warpgroups + warpgroup, 0)
+                g_o, self.box(64, cfg.head_dim_v), (0, m_block * cfg.consumer_warpgroups + warpgroup, 0)
             )
             t_s, t_g = cpasync.tma_partition(
                 atom_o, 0, cute.make_layout(1), cute.group_modes(s_o[None, None, warpgroup], 0, 2),
-                cute.group_modes(g_tile, 0, 2),
+                cute.group_modes(g_tile, 0, 3),
             )  # fmt: skip
             cute.copy(atom_o, t_s, t_g)
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the read

@@ -6,7 +6,7 @@ Numerics (docs/numerics.md has the derivation). For query row i, key j of K scal
     P_ij = e4m3(2^(y_ij + lift))      a power of two that cancels with the row sum and keeps P out of the subnormals
     T    = P V8 of one key tile       in the tensor core, whose accumulator keeps about 14 bits
     O    = O * 2^(m_old - m) * v_old / v_u + T      in FP32: two-level accumulation, V's scale for free
-    l    = l * 2^(m_old - m) + rowsum(P)            the row sum is column head_dim of T, by a row of ones in V^T
+    l    = l * 2^(m_old - m) + rowsum(P)            the row sum is column head_dim_v of T, by a row of ones in V^T
 
 The reference m_i is an integer near the row maximum. Any m is exact in mathematics; an integral one makes every
 rescale a power of two and every shift of P's code a multiple of eight, so the order of tiles rounds nothing anew.
@@ -120,11 +120,10 @@ class Fp8Policy:
         # what the softmax wants folded into q_scale besides softmax_scale * log2(e)
         self.score_unit = 8.0 * CODE_UNIT if self.code else 1.0
         # rows of V^T that each partial product takes; the last one has the rows of ones and zeros
-        part = cfg.head_dim // cfg.pv_splits
-        self.pv_rows = [part] * (cfg.pv_splits - 1) + [part + SUM_ROWS]
-        self.pv_depth = 1 if cfg.pv_splits <= 2 else 2  # products P V in flight
+        self.pv_rows = [*cfg.pv_parts[:-1], cfg.pv_parts[-1] + SUM_ROWS]
+        self.pv_depth = 1 if len(cfg.pv_parts) <= 2 else 2  # products P V in flight
         # index, in `rows` of the last part, of the row sum (lanes l % 4 == 0)
-        self.sum_column = part // 8 * 2
+        self.sum_column = cfg.pv_parts[-1] // 8 * 2
 
     # -- operands ---------------------------------------------------------------------------------------------
 
@@ -143,14 +142,14 @@ class Fp8Policy:
         return cute.make_tiled_mma(cute.make_mma_atom(op), (self.cfg.consumer_warpgroups, 1, 1))
 
     def v_fragments(self, sv: cute.Tensor, tid: Int32) -> list:
-        """B fragments of V^T for each part: sv is (head_dim + SUM_ROWS, tile_n, kv_stages) in shared memory.
+        """B fragments of V^T for each part: sv is (head_dim_v + SUM_ROWS, tile_n, kv_stages) in shared memory.
 
         The smem layout is made of swizzle atoms of 8 rows x `chunk` keys, all rows of a key chunk first.
         """
         cfg = self.cfg
         chunk = cfg.v_box
         atom = 8 * chunk
-        atoms = (cfg.head_dim + SUM_ROWS) // 8
+        atoms = (cfg.head_dim_v + SUM_ROWS) // 8
         out = []
         row = 0
         for n in self.pv_rows:
@@ -205,15 +204,15 @@ class Fp8Policy:
         return [cute.make_rmem_tensor(shape, Float32) for _ in range(self.cfg.qk_splits)]
 
     def new_slots(self) -> list:
-        """Registers for the parts of T = P V that are in flight, each for the largest part."""
+        """Registers for the parts of T = P V that are in flight; part i goes to slot i % pv_depth."""
         slots = []
-        for _ in range(self.pv_depth):
-            slot = cute.make_rmem_tensor(max(self.pv_rows) // 2, Float32)
-            if self.cfg.pv_splits > self.pv_depth:
-                # A longer part after shorter ones names registers that have held nothing: they are set, or to the
-                # compiler they are in use since the start of the kernel, and products wait for one another.
-                for i in range(min(self.pv_rows) // 2, max(self.pv_rows) // 2):
-                    slot[i] = opaque_zero()
+        for first in range(self.pv_depth):
+            of_slot = self.pv_rows[first :: self.pv_depth]
+            slot = cute.make_rmem_tensor(max(of_slot) // 2, Float32)
+            # A longer part after a shorter one names registers that have held nothing: they are set, or to the
+            # compiler they are in use since the start of the kernel, and products wait for one another.
+            for i in range(of_slot[0] // 2, max(of_slot) // 2):
+                slot[i] = opaque_zero()
             slots.append(slot)
         return slots
 
@@ -489,7 +488,7 @@ class Fp8Policy:
         for r in cutlass.range_constexpr(2):
             total = last[r, self.sum_column]  # held by lanes with lane % 4 == 0
             total = cute.arch.shuffle_sync(total, offset=cute.arch.lane_idx() // 4 * 4)
-            empty = first_hidden_key(limits, r, self.cfg.causal) <= 0
+            empty = first_hidden_key(limits, r, self.cfg) <= 0
             inverse = v_scale * cute.arch.rcp_approx(total)  # 0 * inf below: NaN
             ref = reference[r]
             if const_expr(self.code):
@@ -500,5 +499,5 @@ class Fp8Policy:
             lse[r] = -Float32.inf if empty else value
             for part in cutlass.range_constexpr(len(out)):
                 o = rows(out[part])
-                for i in cutlass.range_constexpr(self.cfg.head_dim // self.cfg.pv_splits // 4):
+                for i in cutlass.range_constexpr(self.cfg.pv_parts[part] // 4):
                     o[r, i] = Float32(0.0) if empty else o[r, i] * inverse
