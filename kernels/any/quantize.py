@@ -65,7 +65,12 @@ class Quantize:
         self.halvings = min(HALVINGS, (QUANTIZE_SPAN // least).bit_length() - 1)
         # Registers are limited only where the rows of a scale leave room.
         held = max(self.q_rows.group_passes, self.k_rows.group_passes) * WIDTH
-        self.ctas_per_sm = THREADS_PER_SM // self.threads // (1 if held <= 32 else 2)
+        allowed = THREADS_PER_SM if held <= 32 else THREADS_PER_SM // 2
+        if self.q_rows.rotary.half:  # 80 registers, where CTAs are small enough for three quarters of them
+            allowed = min(allowed, max(THREADS_PER_SM * 3 // 4, 2 * self.threads))
+        self.ctas_per_sm = allowed // self.threads
+        # At -O1, which suits the others, this one spills what waits for the end of the loop; at -O2 it does not.
+        self.tight = self.q_rows.rotary.half and allowed == THREADS_PER_SM
 
     @cute.jit
     def __call__(

@@ -486,7 +486,7 @@ class Rows:
             scales, dots = m_scale[batch, head, None], m_dot[batch, head, None]
         for i in cutlass.range_constexpr(max(1, QUANTIZE_SPAN // step // self.threads)):
             index = i * self.threads + tid
-            entry = block * (rows // step) + index
+            entry = block * rows // step + index
             if index < rows // step and entry < scales.shape[0]:
                 scales[entry] = side[0, index * step]
                 if const_expr(self.smooth and not self.keys):
