@@ -212,13 +212,12 @@ class Quantiser:
         try:
             self._kernel(q, k, v, self._signs, *amax, base, self.layout_object, cos, sin, given)
             return workspace
-        except Exception as error:
-            refused = error
-        validate.check_inputs(q, k, v)  # names the argument, unless it is one that only needs another place
-        inputs = (q, k, v, cos, sin)
-        aligned = [None if x is None else _aligned(x) for x in inputs]
-        if all(x is y for x, y in zip(aligned, inputs, strict=True)):
-            raise refused
+        except Exception:  # not bound to a name: with its traceback it would hold this frame, and the workspace
+            validate.check_inputs(q, k, v)  # names the argument, unless it is one that only needs another place
+            inputs = (q, k, v, cos, sin)
+            aligned = [None if x is None else _aligned(x) for x in inputs]
+            if all(x is y for x, y in zip(aligned, inputs, strict=True)):
+                raise
         *qkv, cos, sin = aligned
         self._kernel(*qkv, self._signs, *amax, base, self.layout_object, cos, sin, given)
         return workspace
