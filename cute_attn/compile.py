@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn import cache, plan, sass
-from cute_attn.kernels.config import K_SCALE_PAD, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import K_SCALE_PAD, Fwd16Config, FwdConfig, QuantizeConfig
 from cute_attn.quantize import PRESETS
 from cute_attn.validate import HEAD_DIMS
 
@@ -42,7 +42,7 @@ __all__ = [
     "main",
 ]
 
-KernelConfig = FwdConfig | QuantizeConfig
+KernelConfig = FwdConfig | Fwd16Config | QuantizeConfig
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
 # Above -O1 the assembler moves the loads of the quantiser's loops up until it has to spill their counters, and puts
@@ -92,12 +92,27 @@ def build(config: KernelConfig, options: str = "") -> Any:
     vt = wide(f8, batch, heads_k, d_v, padded_k)
     entry: Any
     args: list[Any]
-    if isinstance(config, FwdConfig):
-        from cute_attn.kernels.sm90.fwd import FwdSm90
+    if isinstance(config, Fwd16Config):
+        from cute_attn.kernels.sm90.fwd import Fwd16bitSm90
+
+        element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
+        entry = Fwd16bitSm90(config)
+        args = [
+            wide(element, batch, seqlen_q, heads_q, d),
+            wide(element, batch, seqlen_k, heads_k, d),
+            wide(element, batch, seqlen_k, heads_k, d_v),
+            wide(element, batch, seqlen_q, heads_q, d_v),
+            scalars(batch, heads_q, seqlen_q),
+            cutlass.Float32(1.0),
+            cutlass.Int32(1),
+            cutlass.Int32(1),
+        ]
+    elif isinstance(config, FwdConfig):
+        from cute_attn.kernels.sm90.fwd import Fwd8bitSm90
 
         code = f8 if config.qk_dtype == "e4m3" else cutlass.Int8
         out = cutlass.BFloat16 if config.out_dtype == "bf16" else cutlass.Float16
-        entry = FwdSm90(config)
+        entry = Fwd8bitSm90(config)
         args = [
             wide(code, batch, seqlen_q, heads_q, d),
             wide(code, batch, seqlen_k, heads_k, d),
