@@ -103,7 +103,12 @@ def build(config: KernelConfig, options: str = "") -> Any:
             wide(element, batch, seqlen_k, heads_k, d_v),
             wide(element, batch, seqlen_q, heads_q, d_v),
             scalars(batch, heads_q, seqlen_q),
+            scalars(batch, heads_q),
+            scalars(heads_q),
             cutlass.Float32(1.0),
+            cutlass.Float32(1.0),
+            cutlass.Int32(1),
+            cutlass.Int32(1),
             cutlass.Int32(1),
             cutlass.Int32(1),
         ]

@@ -68,6 +68,7 @@ class _Forward:
     pack_gqa: int
     consumer_regs: int
     producer_regs: int
+    window = False  # no sliding window unless a subclass has one
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -230,6 +231,10 @@ class Fwd16Config(_Forward):
     kv_stages: int  # depth of the K and V rings
     dtype: str  # "bf16" or "fp16": of Q, K, V, P and O
     causal: bool
+    window: bool = False  # query i sees keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right
+    softcap: bool = False  # scores go through softcap * tanh(score / softcap)
+    alibi: bool = False  # a bias of -slope * |i + seqlen_k - seqlen_q - j|, a slope for each batch and head
+    sinks: bool = False  # a logit for each head that takes its share of the softmax and has no value
     overlap: bool = True  # Q K^T of the next tile is issued before P V of this one, and its softmax runs under it
     pingpong: bool = True  # the warpgroups issue their products in turn
     skip_rescale: bool = True  # a warp leaves O as it is where none of its row maxima moved
@@ -274,7 +279,8 @@ class Fwd16Config(_Forward):
 
     @property
     def name(self) -> str:
-        mask = "causal" if self.causal else "full"
+        mask = "causal" if self.causal else "window" if self.window else "full"
+        mask += "".join(f"_{name}" for name in ("softcap", "alibi", "sinks") if getattr(self, name))
         steps = ("o" if self.overlap else "") + ("p" if self.pingpong else "") + ("s" if self.skip_rescale else "")
         steps = f"_{steps}" if steps else ""
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
@@ -303,6 +309,10 @@ class Fwd16Config(_Forward):
             raise ValueError(f"tile_n must be a multiple of 16 from 16 to 256, got {self.tile_n}")
         if self.dtype not in ("bf16", "fp16"):
             raise ValueError(f"dtype must be 'bf16' or 'fp16', got {self.dtype!r}")
+        if self.window and self.causal:
+            raise ValueError("causal must be False with a window: it is one with right 0")
+        if self.window and self.cluster > 1:
+            raise ValueError(f"cluster must be 1 with a window, got {self.cluster}: its tiles see other key blocks")
         if self.o_in_q and (
             self.v_columns > self.head_dim_padded
             or self.v_columns % swizzle_columns(self.head_dim_padded, 2)

@@ -12,6 +12,8 @@ Tensors (the natural layouts of the caller; every stride is dynamic, the last on
 and of 16 bits
 
     v        (batch, seqlen_k, heads_k, head_dim_v) as q
+    slopes   (batch, heads_q)                       float32, of ALiBi; may be expanded, read only by its configurations
+    sinks    (heads_q,)                             float32, likewise
 
 of 8 bits
 
@@ -44,7 +46,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
-from ..common.mask import ROW_STEP, first_hidden_key
+from ..common.mask import ROW_STEP, sees_keys
 from ..common.scheduler import key_blocks, rounds_of, unit_coord, unit_in_round
 from ..config import Fwd16Config, FwdConfig
 from .mainloop import Barrier, Mainloop, Mainloop8bit, Mainloop16bit
@@ -207,6 +209,7 @@ class FwdSm90:
         seqlen_q, heads_k = m_q.shape[1], m_k.shape[2]
         group = m_q.shape[3] // heads_k  # query heads, or packs of them, of a key head
         order = (m_units, group, heads_k, m_k.shape[3], turn)
+        window = self.policy.window(side)
         rounds = rounds_of(cta // cfg.cluster, ctas // cfg.cluster, units, cfg)
 
         if warp_idx == 4 * cfg.consumer_warpgroups:
@@ -244,7 +247,7 @@ class FwdSm90:
                 for r in cutlass.range(rounds, unroll=1):
                     m_block, head, batch = self.tile(r, order)
                     head_k = head // group
-                    blocks, _, _ = key_blocks(m_block, seqlen_q, seqlen_k, cfg)
+                    blocks, _, _, _, first = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
                     g_q = cute.local_tile(
                         m_q[None, None, None, head, batch], self.box(tile_m, d), (0, m_block, 0)
                     )
@@ -255,7 +258,7 @@ class FwdSm90:
                     tv_s, tv_g = cpasync.tma_partition(atom_v, rank, parts, boxes, rows(g_v))
                     state_q, state = self.mainloop.produce(
                         (atom_q, tq_g, tq_s), (atom_k, tk_g, tk_s), (atom_v, tv_g, tv_s),
-                        pipes, (state_q, state), blocks,
+                        pipes, (state_q, state), blocks, first,
                     )  # fmt: skip
                 # the producer may not leave before its last loads have been consumed
                 state_v = state.clone()
@@ -279,9 +282,11 @@ class FwdSm90:
             self.mainloop.start()
             for r in cutlass.range(rounds, unroll=1):
                 m_block, head, batch = self.tile(r, order)
-                row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k)
-                blocks = key_blocks(m_block, seqlen_q, seqlen_k, cfg)
-                inputs = self.policy.tile_inputs(side, softmax_scale_log2, row0, head, head // group, batch, seqlen_q)
+                row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
+                blocks = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
+                inputs = self.policy.tile_inputs(
+                    side, softmax_scale_log2, row0, head, head // group, batch, seqlen_q, seqlen_k
+                )
                 state = self.policy.new_state()
                 out = self.policy.new_output(tid)
                 states = self.mainloop.consume(frags, inputs, (state, limits), out, pipes, states, blocks)
@@ -289,7 +294,7 @@ class FwdSm90:
                 # register to keep them in over the loop.
                 again = cute.arch.shuffle_sync(r, 0)
                 m_block, head, batch = self.tile(again, order)
-                row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k)
+                row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
                 self.epilogue(
                     out, state, limits, softmax_scale_log2, side, row0, warpgroup, warp_idx, tid,
                     s_o, atom_o, m_o[None, None, None, head, batch], m_block, m_lse[None, None, batch], head, batch,
@@ -316,14 +321,18 @@ class FwdSm90:
         return m_unit * size + (cta + r) % size, head, batch
 
     @cute.jit
-    def rows_of(self, m_block: Int32, seqlen_q: Int32, seqlen_k: Int32):
-        """This thread's first row of the head, the second is ROW_STEP below; limits of the causal mask, bottom-right.
+    def rows_of(self, m_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window):
+        """This thread's first row of the head, the second is ROW_STEP below; limits of the mask, bottom-right.
 
-        See `first_hidden_key` for the limits.
+        See `first_hidden_key` for the limits; window is (left, right), () without one.
         """
         tid, _, _ = cute.arch.thread_idx()
         row0 = m_block * self.cfg.tile_m + tid // 32 * 16 + tid % 32 // 4
-        return row0, (row0 // self.cfg.pack_gqa + 1 + seqlen_k - seqlen_q, seqlen_k)
+        limits = (row0 // self.cfg.pack_gqa + 1 + seqlen_k - seqlen_q, seqlen_k)
+        if cutlass.const_expr(self.cfg.window):
+            left, right = window
+            limits = (*limits, right, left)
+        return row0, limits
 
     def ring(self, barriers, stages: int, tx_bytes: int, shared: bool):
         """A TMA ring: one producer thread arrives with the byte count, one lane of each consumer warp releases.
@@ -370,14 +379,14 @@ class FwdSm90:
         """
         cfg, g = self.cfg, self.cfg.pack_gqa
         lse = cute.make_rmem_tensor(2, Float32)
-        self.policy.finish(out, state, limits, softmax_scale_log2, lse)
+        self.policy.finish(out, state, limits, softmax_scale_log2, side, row0, head, lse)
         if cute.arch.lane_idx() % 4 == 0:  # the four lanes of a row hold the same value
             for r in cutlass.range_constexpr(2):
                 row = row0 + ROW_STEP * r
                 query, head_q = row // g, head * g + row % g
                 if query < g_lse.shape[0]:
-                    sees_keys = first_hidden_key(limits, r, cfg) > 0
-                    g_lse[query, head_q] = self.policy.final_lse(lse[r], sees_keys, side, query, head_q, batch)
+                    seen = sees_keys(limits, r, cfg)
+                    g_lse[query, head_q] = self.policy.final_lse(lse[r], seen, side, query, head_q, batch)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # the warp that stores: the last tile's O has been read
         cute.arch.barrier(barrier_id=Barrier.STORE + warpgroup, number_of_threads=128)  # so the warpgroup may write
         # From a number that the compiler cannot know to be tid, or it computes all addresses before the loops.
@@ -458,13 +467,19 @@ class Fwd16bitSm90(FwdSm90):
         v: cute.Tensor,
         o: cute.Tensor,
         lse: cute.Tensor,
+        slopes: cute.Tensor,
+        sinks: cute.Tensor,
         softmax_scale_log2: Float32,
+        softcap_factor: Float32,
+        window_left: Int32,
+        window_right: Int32,
         sms: Int32,
         turn: Int32,
         stream,
     ):
+        side = (slopes, sinks, softcap_factor, window_left, window_right)
         v = cute.make_tensor(v.iterator, cute.select(v.layout, [3, 1, 2, 0]))  # (d, s, h, b)
-        self.launch(q, k, v, (), o, lse, softmax_scale_log2, sms, turn, stream)
+        self.launch(q, k, v, side, o, lse, softmax_scale_log2, sms, turn, stream)
 
 
 def heads_last(x: cute.Tensor) -> cute.Tensor:

@@ -62,8 +62,9 @@ class Mainloop:
     # -- producer ---------------------------------------------------------------------------------------------
 
     @cute.jit
-    def produce(self, load_q, load_k, load_v, pipes, states, blocks: Int32):
-        """Issue the TMA loads of one work tile; returns the pipeline states. Called by one whole warp.
+    def produce(self, load_q, load_k, load_v, pipes, states, blocks: Int32, first: Int32):
+        """Issue the TMA loads of one work tile, key blocks blocks - 1 .. first; returns the pipeline states. Called by
+        one whole warp.
 
         load_q/k/v are (copy atom, global partition, shared partition); V's tile comes in boxes of `v_box` keys.
         pipes are those of Q, K, V, states the producer's of Q and of K and V.
@@ -78,7 +79,7 @@ class Mainloop:
         state_q.advance()
         self.load_values(load_v, pipes, state, blocks - 1)
         state.advance()
-        for j in cutlass.range(1, blocks, unroll=1):
+        for j in cutlass.range(1, blocks - first, unroll=1):
             self.load_keys(load_k, pipes, state, blocks - 1 - j)
             self.load_values(load_v, pipes, state, blocks - 1 - j)
             state.advance()
@@ -119,10 +120,10 @@ class Mainloop:
 
     @cute.jit
     def begin(self, frags, pipes, states, key_blocks):
-        """Wait for Q of a work tile. Returns (fragments with this Q, K/V stage of the first block, blocks to visit)."""
+        """Wait for Q of a work tile. Returns (fragments with this Q, K/V stage of the first block, that block + 1)."""
         pipe_q, pipe_k, pipe_v = pipes
         state_q, stage = states
-        blocks, passed, _ = key_blocks
+        blocks, passed = key_blocks[0], key_blocks[1]
         pipe_q.consumer_wait(state_q)  # TMA has filled Q
         q_frag, k_frag, v_frags = frags
         if const_expr(self.cfg.cluster > 1 and self.cfg.causal):
@@ -274,10 +275,11 @@ class Mainloop16bit(Mainloop):
     @cute.jit
     def scores(self, masking: cutlass.Constexpr, n: Int32, s: cute.Tensor, limits, inputs, state):
         """S of key tile n, complete, -> P in place."""
+        self.policy.adjust(s, n, inputs)
         if const_expr(masking):
             column0 = n * self.cfg.tile_n + cute.arch.lane_idx() % 4 * 2
             mask_scores(rows(s), limits, column0, self.cfg)
-        self.policy.softmax(masking, s, state, inputs)
+        self.policy.softmax(masking, s, state, inputs[0])
 
     @cute.jit
     def first_step(self, n: Int32, frags, inputs, softmax_state, p: cute.Tensor, pipes, stage):
@@ -366,28 +368,37 @@ class Mainloop16bit(Mainloop):
         state_q, _ = states
         p = self.policy.new_p()
         frags, stage, blocks = self.begin(frags, pipes, states, key_blocks)
-        masked = key_blocks[2]
+        _, _, masked, plain_end, last = key_blocks
+        steps = blocks - last
         if const_expr(cfg.overlap):
             stages = (stage, stage.clone())
             stage = self.first_step(blocks - 1, frags, inputs, softmax_state, p, pipes, stages[0])
             stages = (stage, stages[1])
             first = cutlass.max(masked, 1)
-            if const_expr(cfg.causal):
+            if const_expr(cfg.causal or cfg.window):  # else one block at most has a mask
                 for j in cutlass.range(1, first, unroll=1):
                     stages = self.overlapped_step(
                         True, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stages
                     )
-            for j in cutlass.range(first, blocks, unroll=1):
+            for j in cutlass.range(first, plain_end, unroll=1):
                 stages = self.overlapped_step(
                     False, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stages
                 )
+            if const_expr(cfg.window):
+                for j in cutlass.range(cutlass.max(first, plain_end), steps, unroll=1):
+                    stages = self.overlapped_step(
+                        True, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stages
+                    )
             stage, stage_v = stages
             self.last_step(frags, out, p, pipes, stage_v)
         else:
             self.await_turn()
             for j in cutlass.range(masked, unroll=1):
                 stage = self.step(True, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stage)
-            for j in cutlass.range(masked, blocks, unroll=1):
+            for j in cutlass.range(masked, plain_end, unroll=1):
                 stage = self.step(False, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stage)
+            if const_expr(cfg.window):
+                for j in cutlass.range(plain_end, steps, unroll=1):
+                    stage = self.step(True, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stage)
             self.pass_turn()
         return self.end(pipes, (state_q, stage))

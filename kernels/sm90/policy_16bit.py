@@ -11,6 +11,10 @@ The product inside P's FMA is exact and r_i is not, so all P of a row share a fa
 with l as long as it is in range. It is below 2^-10 octaves from 1 where |r_i| < 2^15; beyond, huge scores take a slow
 path for their warp: (S_ij - m_i) * s, in which the largest score is 0 whatever its size.
 
+Softcap makes S_ij = tanh(S_ij * softmax_scale / softcap) and s = softcap * log2(e); the kernel's `softcap_factor` is
+2 * log2(e) * softmax_scale / softcap. ALiBi subtracts slope * |distance| * log2(e) / s from a score. A sink is one more
+score of the row, whose P counts in l alone.
+
 Operands: Q and K K-major as they come; V, as it comes, is the MN-major B operand (rows of head_dim_v contiguous); P goes
 from registers, where the accumulator of S lies as the A operand wants it: register i of a lane l in warp w holds row
 16w + l/4 + 8*((i/2)%2), column 8*(i/4) + 2*(l%4) + i%2, in both.
@@ -28,10 +32,11 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wg
 
-from ..common.mask import first_hidden_key
+from ..common.mask import ROW_STEP, sees_keys
 from ..config import Fwd16Config
 from .operands import ELEMENTS, column_major_atom, opaque_zero, product_rn, row_max, rows
 
+LOG2_E = math.log2(math.e)
 HUGE = 2.0**15  # octaves: a row whose reference is beyond takes the slow path
 
 
@@ -79,6 +84,11 @@ class Policy16bit:
         mma = self.pv_mma()
         return mma.make_fragment_B(mma.get_slice(tid).partition_B(s_v))
 
+    def window(self, side):
+        """(left, right): keys before and behind a query's own position that it sees; () without a window."""
+        return (side[3], side[4]) if self.cfg.window else ()
+
+    @cute.jit
     def tile_inputs(
         self,
         side,
@@ -88,9 +98,24 @@ class Policy16bit:
         head_k: Int32,
         batch: Int32,
         seqlen_q: Int32,
+        seqlen_k: Int32,
     ):
-        """What the softmax of a work tile reads."""
-        return (softmax_scale_log2,)
+        """What `adjust` and `softmax` of a work tile read: (factor of a score, softcap's, slopes, positions).
+
+        side is (slopes (batch, heads_q), sinks (heads_q,), softcap_factor, window_left, window_right). Slopes are in
+        units of scores, positions those of this thread's rows among the keys, both for the two rows.
+        """
+        slopes, _, softcap_factor, _, _ = side
+        inputs = (softmax_scale_log2, softcap_factor)
+        if const_expr(self.cfg.alibi):
+            g = self.cfg.pack_gqa
+            slope, position = [cute.make_rmem_tensor(2, Float32) for _ in range(2)]
+            for r in cutlass.range_constexpr(2):
+                row = row0 + ROW_STEP * r
+                slope[r] = slopes[batch, head * g + row % g] * Float32(LOG2_E) / softmax_scale_log2
+                position[r] = (row // g + seqlen_k - seqlen_q).to(Float32)
+            inputs = (softmax_scale_log2, softcap_factor, slope, position)
+        return inputs
 
     def new_scores(self) -> cute.Tensor:
         """Accumulator of S."""
@@ -145,13 +170,31 @@ class Policy16bit:
     # -- softmax ----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def softmax(self, masking: cutlass.Constexpr, acc: cute.Tensor, state, inputs):
+    def adjust(self, acc: cute.Tensor, n: Int32, inputs):
+        """Softcap and ALiBi of key tile n, in place."""
+        s = rows(acc)
+        columns = cute.size(s, mode=[1])
+        if const_expr(self.cfg.softcap):
+            for r in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(columns):
+                    # tanh(x) = 1 - 2 / (1 + e^2x): the hardware's tanh is 11 bits, which softcap would multiply
+                    grown = cute.math.exp2(s[r, i] * inputs[1], fastmath=True)
+                    s[r, i] = Float32(1.0) - Float32(2.0) * cute.arch.rcp_approx(grown + Float32(1.0))
+        if const_expr(self.cfg.alibi):
+            column0 = (n * self.cfg.tile_n + cute.arch.lane_idx() % 4 * 2).to(Float32)
+            for r in cutlass.range_constexpr(2):
+                slope, distance = inputs[2][r], column0 - inputs[3][r]
+                for i in cutlass.range_constexpr(columns):
+                    here = distance + Float32(8 * (i // 2) + i % 2)
+                    s[r, i] = s[r, i] - slope * cute.arch.fmax(here, -here)
+
+    @cute.jit
+    def softmax(self, masking: cutlass.Constexpr, acc: cute.Tensor, state, scale: Float32):
         """Scores -> P in place (float32, not yet rounded); updates maximum and sum of each row, sets its rescale factor.
 
         masking  hidden scores of the tile are -inf, and a row may have seen no key yet
         """
         maximum, total, rescale = state
-        scale = inputs[0]
         s = rows(acc)
         columns = cute.size(s, mode=[1])
         offset = cute.make_rmem_tensor(2, Float32)
@@ -215,20 +258,35 @@ class Policy16bit:
     # -- finish -----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def finish(self, out: list, state, limits, softmax_scale_log2: Float32, lse: cute.Tensor):
-        """Divide by the row sum; lse (2,) in natural log. A row without keys gives 0 and -inf."""
+    def finish(
+        self, out: list, state, limits, softmax_scale_log2: Float32, side, row0: Int32, head: Int32, lse: cute.Tensor
+    ):
+        """Divide by the row sum; lse (2,) in natural log. A row without keys gives 0, and -inf or its sink."""
         maximum, total, _ = state
         o = rows(out[0])
+        g = self.cfg.pack_gqa
         for r in cutlass.range_constexpr(2):
-            total_row = total[r]
+            sum_row = total[r]
             for step in cutlass.range_constexpr(2):
-                total_row = total_row + cute.arch.shuffle_sync_bfly(total_row, offset=1 << step)
-            empty = first_hidden_key(limits, r, self.cfg) <= 0
-            inverse = cute.arch.rcp_approx(total_row)
-            log2_sum = product_rn(maximum[r], softmax_scale_log2) + cute.math.log2(total_row, fastmath=True)
-            lse[r] = -Float32.inf if empty else log2_sum * Float32(math.log(2.0))
+                sum_row = sum_row + cute.arch.shuffle_sync_bfly(sum_row, offset=1 << step)
+            empty = not sees_keys(limits, r, self.cfg)
+            reference = product_rn(maximum[r], softmax_scale_log2)
+            factor = Float32(1.0)
+            if const_expr(self.cfg.sinks):
+                sink = side[1][head * g + (row0 + ROW_STEP * r) % g] * Float32(LOG2_E)
+                top = cute.arch.fmax(reference, sink, nan=True)
+                top = Float32(0.0) if top == -Float32.inf else top  # a sink of -inf takes no share
+                factor = cute.math.exp2(reference - top, fastmath=True)
+                sum_row = sum_row * factor + cute.math.exp2(sink - top, fastmath=True)
+                reference = top
+            inverse = factor * cute.arch.rcp_approx(sum_row)
+            log2_sum = reference + cute.math.log2(sum_row, fastmath=True)
+            if const_expr(not self.cfg.sinks):
+                log2_sum = -Float32.inf if empty else log2_sum
+            lse[r] = log2_sum * Float32(math.log(2.0))
             for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
                 o[r, i] = Float32(0.0) if empty else o[r, i] * inverse
 
-    def final_lse(self, lse: Float32, sees_keys, side, query: Int32, head_q: Int32, batch: Int32) -> Float32:
+    def final_lse(self, lse: Float32, seen, side, query: Int32, head_q: Int32, batch: Int32) -> Float32:
+        """lse as it is."""
         return lse

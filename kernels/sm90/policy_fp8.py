@@ -123,6 +123,10 @@ class Fp8Policy:
         op = wg.MmaF8Op(F8, F8, Float32, (64, n), wg.OperandSource.RMEM, k_major, k_major)
         return cute.make_tiled_mma(cute.make_mma_atom(op), (self.cfg.consumer_warpgroups, 1, 1))
 
+    def window(self, side):
+        """There is no sliding window."""
+        return ()
+
     def one_warpgroup(self, n: int) -> cute.TiledMma:
         """A product of 64 rows and n columns, for its accumulator's layout."""
         k_major = OperandMajorMode.K
@@ -165,6 +169,7 @@ class Fp8Policy:
         head_k: Int32,
         batch: Int32,
         seqlen_q: Int32,
+        seqlen_k: Int32,
     ):
         """Scales of a work tile: of this thread's two rows of Q, with all that multiplies a score; of K; of V.
 
@@ -511,7 +516,9 @@ class Fp8Policy:
     # -- finish -----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def finish(self, out: list, state, limits, softmax_scale_log2: Float32, lse: cute.Tensor):
+    def finish(
+        self, out: list, state, limits, softmax_scale_log2: Float32, side, row0: Int32, head: Int32, lse: cute.Tensor
+    ):
         """Divide by the row sum, apply the last V scale; lse (2,) in natural log.
 
         A row without keys gives 0 and -inf. One with keys whose sum is 0 has left float32's range: NaN, not 0.
