@@ -208,8 +208,9 @@ def _load_or_build(config: KernelConfig) -> Callable[..., None]:
 
 
 def configurations() -> list[KernelConfig]:
-    """Every shipped kernel: the forward kernels that a plan can name, the quantisers of the named recipes."""
-    return [*plan.all_forward_configs(), *plan.all_quantize_configs()]
+    """The shipped kernels: the 8-bit forward kernels that a plan can name, the quantisers of the named recipes, and a
+    sample of the 16-bit forward kernels."""
+    return [*plan.all_forward_configs(), *plan.all_quantize_configs(), *plan.all_forward16_configs()]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from cute_attn.kernels.config import (
     QUANTIZE_ROWS_LIMIT,
     V_KEY_PERMUTATION,
     V_SCALE_GROUP,
+    Fwd16Config,
     FwdConfig,
     QuantizeConfig,
 )
@@ -33,6 +34,7 @@ from cute_attn.quantize import (
     rotation_signs,
     static_amax,
 )
+from cute_attn.schedule import heads_in_turn
 
 LOG2_E = math.log2(math.e)
 
@@ -219,5 +221,68 @@ def launch_forward(
             lse,
             softmax_scale,
             softmax_scale * LOG2_E,
+        )
+    return out, lse
+
+
+@lru_cache(maxsize=64)
+def _sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch_forward16(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: Fwd16Config,
+    *,
+    softmax_scale: float,
+    softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    sms: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the compiled 16-bit forward kernel of `config`.
+
+    Args:
+        q, k, v: (batch, seqlen, heads, dim) of the dtype of `config` on a CUDA device, last stride 1, addresses and
+            strides multiples of 16 bytes, no empty dimension.
+        softmax_scale: any finite factor.
+        softcap: > 0 where `config` has it.
+        window: keys before and behind a query's own position, -1 for all; read where `config` has it.
+        alibi_slopes: (batch, heads_q) float32, any strides, where `config` has it.
+        sinks: (heads_q,) float32, likewise.
+        sms: CTAs at most; default the SMs of the device.
+
+    Returns:
+        (out, lse): (batch, seqlen_q, heads_q, head_dim_v) of q's dtype, (batch, heads_q, seqlen_q) float32.
+    """
+    batch, seqlen_q, heads_q, _ = q.shape
+    _, seqlen_k, heads_k, head_dim_v = v.shape
+    device = q.device
+    with _on(device):
+        # The kernel takes the maximum of scores before the scale, which must be > 0 for that. Signs and zero go to Q.
+        if softmax_scale <= 0:
+            q = q * math.copysign(1.0, softmax_scale) if softmax_scale else q * 0.0
+            softmax_scale = -softmax_scale or 1.0
+        out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
+        lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
+        left, right = window
+        sms = _sm_count(device) if sms is None else sms
+        compile_kernel(config)(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            _zero(device).expand(batch, heads_q) if alibi_slopes is None else alibi_slopes,
+            _zero(device).expand(heads_q) if sinks is None else sinks,
+            (softcap or softmax_scale) * LOG2_E,
+            2.0 * LOG2_E * softmax_scale / softcap if softcap else 0.0,
+            seqlen_k if left < 0 else min(left, seqlen_k),  # beyond, a window cuts nothing
+            seqlen_q if right < 0 else min(right, seqlen_q),
+            sms,
+            heads_in_turn(config, batch, heads_q, heads_k, seqlen_q, seqlen_k, sms),
         )
     return out, lse

@@ -6,6 +6,7 @@ precompiled anywhere. `cute_attn.explain` shows a plan to users.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from dataclasses import dataclass
@@ -13,7 +14,14 @@ from typing import Final
 
 import torch
 
-from cute_attn.kernels.config import SMEM_LIMIT, WARPGROUP, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import (
+    HEAD_DIMS_16BIT,
+    SMEM_LIMIT,
+    WARPGROUP,
+    Fwd16Config,
+    FwdConfig,
+    QuantizeConfig,
+)
 from cute_attn.problem import Problem
 from cute_attn.quantize import PRESETS, Fp8Recipe
 from cute_attn.validate import HEAD_DIMS, check_backend
@@ -437,3 +445,162 @@ def _choose_backend(capability: tuple[int, int] | None, backend: str) -> tuple[s
     if capability[0] != 9:
         return "emulator", f"the GPU has {where}, and the kernels need 9.x (Hopper: H100, H200)"
     return "sm90", f"the GPU has {where} (Hopper)"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 16-bit forward
+# ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile16:
+    """One row of the 16-bit tile table; the sizes are those of `Fwd16Config`.
+
+    It serves heads whose larger of `head_dim` and `head_dim_v`, rounded up to a multiple of 32, is at most `columns`.
+    """
+
+    columns: int
+    why: str
+    plain: bool | None = None  # only without (True) or with (False) a mask, softcap or ALiBi; None: both
+    tile_m: int = 128
+    tile_n: int = 128
+    consumer_regs: int = 240
+    producer_regs: int = 24
+
+
+_MASKED_16: Final = (
+    "a diagonal tile computes keys that it hides, so keys a step are fewer than without a mask"
+)
+
+TILES_16: Final = (
+    Tile16(
+        columns=64,
+        tile_m=192,
+        consumer_regs=160,
+        producer_regs=32,
+        why="three consumer warpgroups, for at 64 columns exp2 takes as long as the products; more keys a step do not "
+        "fit into the 160 registers that three leave to a thread",
+    ),
+    Tile16(
+        columns=96,
+        plain=True,
+        tile_n=192,
+        why="S, P and O of 192 keys fit into 240 registers; a third warpgroup would leave room for 112",
+    ),
+    Tile16(columns=96, plain=False, why=_MASKED_16),
+    Tile16(columns=128, plain=True, tile_n=176, why="S, P and O of 176 keys are what 240 registers hold"),
+    Tile16(columns=128, plain=False, why=_MASKED_16),
+    Tile16(columns=192, tile_n=112, why="what two stages of K and V leave room for in shared memory"),
+    Tile16(columns=256, tile_n=80, why="what two stages of K and V leave room for in shared memory"),
+)
+"""Rows in the order of `columns`: the first that serves a problem is taken. Tiles after FlashAttention-3's."""
+
+
+@functools.lru_cache(maxsize=4096)
+def forward16_config(
+    head_dim: int,
+    head_dim_v: int,
+    dtype: str,
+    *,
+    causal: bool = False,
+    window: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+    sinks: bool = False,
+    group: int = 1,
+    seqlen_q: int = 1 << 20,
+) -> Fwd16Config:
+    """The 16-bit forward kernel for these properties of a problem. Pure.
+
+    Args:
+        head_dim, head_dim_v: multiples of 8 from 32 to 256.
+        dtype: "bf16" or "fp16".
+        causal, window, softcap, alibi, sinks: as in `Fwd16Config`; causal and window exclude each other.
+        group: query heads of a key head.
+        seqlen_q: queries of a sequence; with few of them the rows of a group share tiles.
+
+    Raises:
+        ValueError: a head_dim or dtype for which there is no kernel.
+    """
+    columns = -(-max(head_dim, head_dim_v) // 32) * 32
+    plain = not (causal or window or softcap or alibi)
+    tile = next((t for t in TILES_16 if columns <= t.columns and t.plain in (None, plain)), TILES_16[-1])
+    return _fitted(
+        Fwd16Config(
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            tile_m=tile.tile_m,
+            tile_n=tile.tile_n,
+            kv_stages=2,
+            dtype=dtype,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            alibi=alibi,
+            sinks=sinks,
+            consumer_regs=tile.consumer_regs,
+            producer_regs=tile.producer_regs,
+            pack_gqa=_packed_heads(group, seqlen_q, tile.tile_m),
+        )
+    )
+
+
+def _fitted(config: Fwd16Config) -> Fwd16Config:
+    """`config` with as many keys a step as shared memory holds."""
+    while config.smem_bytes > SMEM_LIMIT or not config.o_fits_q:
+        config = dataclasses.replace(config, tile_n=config.tile_n - 16)
+    config.check()
+    return config
+
+
+def _packed_heads(group: int, seqlen_q: int, tile_m: int) -> int:
+    """Query heads whose rows share a tile: 1 unless that fills tiles clearly better."""
+    heads = group & -group  # the largest power of two that divides the group
+    while 64 % heads:
+        heads //= 2
+
+    def filled(rows: int) -> float:
+        return rows / (-(-rows // tile_m) * tile_m)
+
+    return heads if seqlen_q and filled(seqlen_q) < 0.9 * filled(seqlen_q * heads) else 1
+
+
+def all_forward16_configs() -> list[Fwd16Config]:
+    """A sample of the 16-bit kernels, for ahead-of-use compilation and tests: the common ones, each feature once."""
+    common = [
+        forward16_config(head_dim, head_dim, dtype, causal=causal)
+        for head_dim in (64, 96, 128, 192, 256)
+        for dtype in DTYPE_NAMES.values()
+        for causal in (False, True)
+    ]
+    features = [
+        forward16_config(head_dim, head_dim, "bf16", **{"window": True, feature: True})
+        for head_dim in (64, 128, 256)
+        for feature in ("window", "softcap", "alibi", "sinks")
+    ]
+    others = [
+        forward16_config(192, 128, "bf16", causal=True),
+        forward16_config(40, 72, "fp16"),
+        forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1),
+    ]
+    return list(dict.fromkeys([*common, *features, *others]))
+
+
+def tile16_table() -> list[dict[str, object]]:
+    """Tiles by head_dim (of Q, K and V alike) and mask, one flat dict each, for printing and for tests."""
+    rows: list[dict[str, object]] = []
+    for head_dim, causal in itertools.product(HEAD_DIMS_16BIT, (False, True)):
+        config = forward16_config(head_dim, head_dim, "bf16", causal=causal)
+        rows.append(
+            {
+                "head_dim": head_dim,
+                "causal": causal,
+                "tile_m": config.tile_m,
+                "tile_n": config.tile_n,
+                "kv_stages": config.kv_stages,
+                "q_stages": config.q_stages,
+                "o_in_q": config.o_in_q,
+                "smem_bytes": config.smem_bytes,
+            }
+        )
+    return rows

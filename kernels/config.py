@@ -231,11 +231,15 @@ class Fwd16Config(_Forward):
     kv_stages: int  # depth of the K and V rings
     dtype: str  # "bf16" or "fp16": of Q, K, V, P and O
     causal: bool
-    window: bool = False  # query i sees keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right
+    window: bool = (
+        False  # query i sees keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right
+    )
     softcap: bool = False  # scores go through softcap * tanh(score / softcap)
     alibi: bool = False  # a bias of -slope * |i + seqlen_k - seqlen_q - j|, a slope for each batch and head
     sinks: bool = False  # a logit for each head that takes its share of the softmax and has no value
-    overlap: bool = True  # Q K^T of the next tile is issued before P V of this one, and its softmax runs under it
+    overlap: bool = (
+        True  # Q K^T of the next tile is issued before P V of this one, and its softmax runs under it
+    )
     pingpong: bool = True  # the warpgroups issue their products in turn
     skip_rescale: bool = True  # a warp leaves O as it is where none of its row maxima moved
     consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
@@ -249,7 +253,7 @@ class Fwd16Config(_Forward):
 
     @property
     def head_dim_padded(self) -> int:
-        """Columns of Q and K in shared memory: whole swizzle rows of 64 bytes. TMA fills those past head_dim with 0."""
+        """Columns of Q and K in shared memory: swizzle rows of 64 bytes. TMA fills those past head_dim with 0."""
         return -(-self.head_dim // 32) * 32
 
     @property
@@ -274,20 +278,31 @@ class Fwd16Config(_Forward):
 
     @property
     def o_in_q(self) -> bool:
-        """O is staged where this tile's Q was, for there is no room for both: Q of the next tile then comes late."""
+        """O is staged where this tile's Q was, as there is no room for both: the next tile's Q comes late."""
         return self._tiles(1) > SMEM_LIMIT
+
+    @property
+    def o_fits_q(self) -> bool:
+        """Whether O has a place: its own, or that of Q, where swizzle rows must be the same."""
+        atom = swizzle_columns(self.head_dim_padded, 2)
+        return not self.o_in_q or (self.v_columns <= self.head_dim_padded and self.v_columns % atom == 0)
 
     @property
     def name(self) -> str:
         mask = "causal" if self.causal else "window" if self.window else "full"
         mask += "".join(f"_{name}" for name in ("softcap", "alibi", "sinks") if getattr(self, name))
-        steps = ("o" if self.overlap else "") + ("p" if self.pingpong else "") + ("s" if self.skip_rescale else "")
+        steps = (
+            ("o" if self.overlap else "")
+            + ("p" if self.pingpong else "")
+            + ("s" if self.skip_rescale else "")
+        )
         steps = f"_{steps}" if steps else ""
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
-        cta = ("" if self.cluster == 1 else f"_x{self.cluster}") + ("" if self.pack_gqa == 1 else f"_g{self.pack_gqa}")
-        return (
-            f"fwd_sm90_{self.dtype}_{self._dims}_{mask}_m{self.tile_m}n{self.tile_n}k{self.kv_stages}{steps}{cta}{regs}"
+        cta = ("" if self.cluster == 1 else f"_x{self.cluster}") + (
+            "" if self.pack_gqa == 1 else f"_g{self.pack_gqa}"
         )
+        tiles = f"m{self.tile_m}n{self.tile_n}k{self.kv_stages}"
+        return f"fwd_sm90_{self.dtype}_{self._dims}_{mask}_{tiles}{steps}{cta}{regs}"
 
     def _tiles(self, q_stages: int) -> int:
         """Bytes with room of its own for O."""
@@ -302,9 +317,9 @@ class Fwd16Config(_Forward):
 
     def check(self) -> None:
         """Raise ValueError where the configuration cannot be built; the message names the limit."""
-        for field, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
-            if value not in HEAD_DIMS_16BIT:
-                raise ValueError(f"{field} must be a multiple of 8 from 32 to 256, got {value}")
+        for field, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if dim not in HEAD_DIMS_16BIT:
+                raise ValueError(f"{field} must be a multiple of 8 from 32 to 256, got {dim}")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             raise ValueError(f"tile_n must be a multiple of 16 from 16 to 256, got {self.tile_n}")
         if self.dtype not in ("bf16", "fp16"):
@@ -312,14 +327,13 @@ class Fwd16Config(_Forward):
         if self.window and self.causal:
             raise ValueError("causal must be False with a window: it is one with right 0")
         if self.window and self.cluster > 1:
-            raise ValueError(f"cluster must be 1 with a window, got {self.cluster}: its tiles see other key blocks")
-        if self.o_in_q and (
-            self.v_columns > self.head_dim_padded
-            or self.v_columns % swizzle_columns(self.head_dim_padded, 2)
-        ):
             raise ValueError(
-                f"shared memory {self._tiles(1)} bytes exceeds {SMEM_LIMIT}, and O of head_dim_v {self.head_dim_v} does "
-                f"not fit where Q of head_dim {self.head_dim} was"
+                f"cluster must be 1 with a window, got {self.cluster}: its tiles see other key blocks"
+            )
+        if not self.o_fits_q:
+            raise ValueError(
+                f"shared memory {self._tiles(1)} bytes exceeds {SMEM_LIMIT}, and O of head_dim_v {self.head_dim_v} "
+                f"does not fit where Q of head_dim {self.head_dim} was"
             )
         self._check_cta()
 
@@ -337,7 +351,9 @@ class QuantizeConfig:
     v_mode: str  # "block" (256 keys) or "static"
     rotate: bool  # random signs and Hadamard transform of Q and K
     smooth: bool  # subtract the mean key from every key of a head, and leave q . mean
-    rotary: str = "none"  # rotary position embedding of Q and K: "none", "half" (pairs i, i + dim / 2), "interleaved"
+    rotary: str = (
+        "none"  # rotary position embedding of Q and K: "none", "half" (pairs i, i + dim / 2), "interleaved"
+    )
 
     @property
     def name(self) -> str:

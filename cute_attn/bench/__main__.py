@@ -342,9 +342,14 @@ class Run:
         """Registers, spills and counts of every compiled kernel, and their roofline times."""
         from cute_attn import compile as compiler
         from cute_attn.bench import cases, figures
+        from cute_attn.kernels.config import Fwd16Config
 
         options = self.options
-        configs = [config for config in compiler.configurations() if config.head_dim in options.head_dim]
+        configs = [
+            config
+            for config in compiler.configurations()
+            if not isinstance(config, Fwd16Config) and config.head_dim in options.head_dim
+        ]
         if options.quick:  # one kernel for each head_dim and kind of operands
             seen: dict[Any, Any] = {}
             for config in configs:

@@ -35,7 +35,9 @@ def unit_in_round(r: Int32, cluster: Int32, clusters: Int32, cfg: FwdConfig) -> 
 
 
 @cute.jit
-def unit_coord(unit: Int32, m_units: Int32, group: Int32, heads_k: Int32, batches: Int32, turn: Int32, cfg: FwdConfig):
+def unit_coord(
+    unit: Int32, m_units: Int32, group: Int32, heads_k: Int32, batches: Int32, turn: Int32, cfg: FwdConfig
+):
     """Number in the order of work -> (unit of the head, head, batch); head is one of K where rows are packed.
 
     Without a mask the units of a head are neighbours, so that its K and V stay in L2 while they are needed, and so are
@@ -81,7 +83,9 @@ def key_blocks(m_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window, cfg: Fw
         start = cutlass.min(cutlass.max(first_row + shift - left, 0) // tile_n, end - 1)
         own = end
         seen_by_first = cutlass.min(seqlen_k, first_row + 1 + shift + right)
-        seen_by_last = (cutlass.max(last_row + shift - left, 0) + tile_n - 1) // tile_n  # first block without a left end
+        seen_by_last = (
+            cutlass.max(last_row + shift - left, 0) + tile_n - 1
+        ) // tile_n  # first block without a left end
     elif cutlass.const_expr(cfg.causal):
         end = blocks_seen((m_block // cfg.cluster + 1) * cfg.cluster * cfg.tile_m, seqlen_q, seqlen_k, cfg)
         own = end

@@ -123,7 +123,9 @@ class FwdSm90:
             ]
 
         self.storage = Storage
-        m_units = cute.ceil_div(q.shape[1] * cfg.pack_gqa, tile_m * cfg.cluster)  # the last may have a tile of no rows
+        m_units = cute.ceil_div(
+            q.shape[1] * cfg.pack_gqa, tile_m * cfg.cluster
+        )  # the last may have a tile of no rows
         units = m_units * q.shape[3] * q.shape[4]
         self.kernel(
             tma_q.atom,
@@ -239,7 +241,9 @@ class FwdSm90:
                 rows = lambda t: cute.group_modes(t, 0, cute.rank(t) - 1)
                 whole, parts = cute.make_layout(1), cute.make_layout(cfg.cluster)
                 rank = 0 if cutlass.const_expr(cfg.cluster == 1) else cute.arch.block_idx_in_cluster()
-                boxes = cute.local_tile(s_v, (d_v, cfg.v_box, cfg.kv_stages), (0, None, 0))  # not the policy's rows
+                boxes = cute.local_tile(
+                    s_v, (d_v, cfg.v_box, cfg.kv_stages), (0, None, 0)
+                )  # not the policy's rows
                 boxes = cute.make_tensor(boxes.iterator, cute.select(boxes.layout, [0, 1, 3, 2]))
                 boxes = cute.group_modes(boxes, 0, 2)
                 state_q = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.q_stages)
@@ -253,7 +257,9 @@ class FwdSm90:
                     )
                     g_k = cute.local_tile(m_k[None, None, head_k, batch], (tile_n, d), (None, 0))
                     g_v = cute.local_tile(m_v[None, None, head_k, batch], (d_v, cfg.v_box), (0, None))
-                    tq_s, tq_g = cpasync.tma_partition(atom_q, 0, whole, rows(s_q), cute.group_modes(g_q, 0, 3))
+                    tq_s, tq_g = cpasync.tma_partition(
+                        atom_q, 0, whole, rows(s_q), cute.group_modes(g_q, 0, 3)
+                    )
                     tk_s, tk_g = cpasync.tma_partition(atom_k, rank, parts, rows(s_k), rows(g_k))
                     tv_s, tv_g = cpasync.tma_partition(atom_v, rank, parts, boxes, rows(g_v))
                     state_q, state = self.mainloop.produce(
@@ -337,7 +343,7 @@ class FwdSm90:
     def ring(self, barriers, stages: int, tx_bytes: int, shared: bool):
         """A TMA ring: one producer thread arrives with the byte count, one lane of each consumer warp releases.
 
-        shared: each CTA of the cluster fills a part of every CTA's stage, so its producer waits for the consumers of all.
+        shared: each CTA of the cluster fills a part of every CTA's stage, so its producer waits for all consumers.
         """
         cluster = self.cfg.cluster
         consumers = 4 * self.cfg.consumer_warpgroups * (cluster if shared else 1)
@@ -387,15 +393,21 @@ class FwdSm90:
                 if query < g_lse.shape[0]:
                     seen = sees_keys(limits, r, cfg)
                     g_lse[query, head_q] = self.policy.final_lse(lse[r], seen, side, query, head_q, batch)
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # the warp that stores: the last tile's O has been read
-        cute.arch.barrier(barrier_id=Barrier.STORE + warpgroup, number_of_threads=128)  # so the warpgroup may write
+        cute.arch.cp_async_bulk_wait_group(
+            0, read=True
+        )  # the warp that stores: the last tile's O has been read
+        cute.arch.barrier(
+            barrier_id=Barrier.STORE + warpgroup, number_of_threads=128
+        )  # so the warpgroup may write
         # From a number that the compiler cannot know to be tid, or it computes all addresses before the loops.
         tid = cute.arch.shuffle_sync(tid, cute.arch.lane_idx())
         copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out_type)
         own = cute.local_tile(s_o, (64, cfg.v_columns), (warpgroup, 0))
         start = 0
         for i, part in enumerate(cfg.pv_parts):
-            tiled_copy = cute.make_tiled_copy_C(copy_atom, self.policy.one_warpgroup(part)).get_slice(tid % 128)
+            tiled_copy = cute.make_tiled_copy_C(copy_atom, self.policy.one_warpgroup(part)).get_slice(
+                tid % 128
+            )
             values = cute.make_tensor(
                 out[i].iterator, cute.make_layout(((2, 2, part // 8), 1, 1), stride=((1, 2, 4), 0, 0))
             )  # without the sum columns
@@ -414,7 +426,11 @@ class FwdSm90:
                 s_box = cute.local_tile(s_o, (64, cfg.o_box), (warpgroup, c))
                 g_box = cute.local_tile(g_o, self.box(64, cfg.o_box), (0, block, c))
                 t_s, t_g = cpasync.tma_partition(
-                    atom_o, 0, cute.make_layout(1), cute.group_modes(s_box, 0, 2), cute.group_modes(g_box, 0, 3)
+                    atom_o,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(s_box, 0, 2),
+                    cute.group_modes(g_box, 0, 3),
                 )
                 cute.copy(atom_o, t_s, t_g)
             cute.arch.cp_async_bulk_commit_group()

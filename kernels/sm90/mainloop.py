@@ -30,7 +30,6 @@ import enum
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pl
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup as wg
 
@@ -46,7 +45,9 @@ V_SCALE_SHIFT = V_SCALE_GROUP.bit_length() - 1  # key position -> its V scale
 class Barrier(enum.IntEnum):
     """Named barriers of the CTA (0 is sync_threads)."""
 
-    STORE = 1  # + warpgroup: its 128 threads; the rows of O staged before have left, or those of now are staged
+    STORE = (
+        1  # + warpgroup: its 128 threads; the rows of O staged before have left, or those of now are staged
+    )
     TURN = 4  # + warpgroup: it and the one before it, 256 threads; the warpgroup may issue its products
 
 
@@ -300,7 +301,16 @@ class Mainloop16bit(Mainloop):
 
     @cute.jit
     def overlapped_step(
-        self, masking: cutlass.Constexpr, n: Int32, frags, inputs, softmax_state, out, p: cute.Tensor, pipes, stages
+        self,
+        masking: cutlass.Constexpr,
+        n: Int32,
+        frags,
+        inputs,
+        softmax_state,
+        out,
+        p: cute.Tensor,
+        pipes,
+        stages,
     ):
         """Q K^T and softmax of key tile n, and P V of the tile before, whose P is in `p`; nothing is in flight before
         or after. Returns the next stages of K and V.
@@ -338,7 +348,18 @@ class Mainloop16bit(Mainloop):
         pipe_v.consumer_release(stage)  # one lane of each warp: it reads this V no more
 
     @cute.jit
-    def step(self, masking: cutlass.Constexpr, n: Int32, frags, inputs, softmax_state, out, p: cute.Tensor, pipes, stage):
+    def step(
+        self,
+        masking: cutlass.Constexpr,
+        n: Int32,
+        frags,
+        inputs,
+        softmax_state,
+        out,
+        p: cute.Tensor,
+        pipes,
+        stage,
+    ):
         """Without overlap: key tile n; nothing is in flight before or after. Returns the next stage of K and V."""
         policy = self.policy
         _, pipe_k, pipe_v = pipes
@@ -399,6 +420,8 @@ class Mainloop16bit(Mainloop):
                 stage = self.step(False, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stage)
             if const_expr(cfg.window):
                 for j in cutlass.range(plain_end, steps, unroll=1):
-                    stage = self.step(True, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stage)
+                    stage = self.step(
+                        True, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stage
+                    )
             self.pass_turn()
         return self.end(pipes, (state_q, stage))

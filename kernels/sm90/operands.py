@@ -5,7 +5,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32
+from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup as wg
 from cutlass.tensor_utils import LayoutEnum
 

@@ -1,10 +1,10 @@
 """What makes the Hopper forward a 16-bit one: operands, softmax, accumulation.
 
-FlashAttention-3's forward (arXiv 2407.08608, sections 3.1 and 3.2). For query row i and key j, with s = softmax_scale *
-log2(e) > 0 and m_i the largest score of the row so far:
+FlashAttention-3's forward (arXiv 2407.08608, sections 3.1 and 3.2). For query row i and key j, with
+s = softmax_scale * log2(e) > 0 and m_i the largest score of the row so far:
 
     P_ij = 2^(S_ij * s - r_i)         r_i = m_i * s, rounded to float32; rounded to 16 bits for P V alone
-    l    = l * 2^(r_old - r) + sum of P             in float32, each thread its columns; the four lanes of a row at the end
+    l    = l * 2^(r_old - r) + sum of P             in float32, each thread its columns, added up at the end
     O    = O * 2^(r_old - r) + P V                  in the tensor core's float32 accumulator
 
 The product inside P's FMA is exact and r_i is not, so all P of a row share a factor 2^(m_i * s - r_i), which cancels
@@ -15,9 +15,9 @@ Softcap makes S_ij = tanh(S_ij * softmax_scale / softcap) and s = softcap * log2
 2 * log2(e) * softmax_scale / softcap. ALiBi subtracts slope * |distance| * log2(e) / s from a score. A sink is one more
 score of the row, whose P counts in l alone.
 
-Operands: Q and K K-major as they come; V, as it comes, is the MN-major B operand (rows of head_dim_v contiguous); P goes
-from registers, where the accumulator of S lies as the A operand wants it: register i of a lane l in warp w holds row
-16w + l/4 + 8*((i/2)%2), column 8*(i/4) + 2*(l%4) + i%2, in both.
+Operands: Q and K are K-major as they come; V, as it comes, is the MN-major B operand (rows of head_dim_v contiguous);
+P goes from registers, where the accumulator of S lies as the A operand wants it: register i of a lane l in warp w holds
+row 16w + l/4 + 8*((i/2)%2), column 8*(i/4) + 2*(l%4) + i%2, in both.
 
 Shared memory of V: (v_columns, tile_n, kv_stages), swizzled rows of `v_columns`, keys first.
 """
@@ -57,9 +57,7 @@ class Policy16bit:
 
     def pv_op(self, n: int) -> wg.MmaF16BF16Op:
         source = wg.OperandSource.RMEM
-        return wg.MmaF16BF16Op(
-            self.v_type, Float32, (64, n), source, OperandMajorMode.K, OperandMajorMode.MN
-        )
+        return wg.MmaF16BF16Op(self.v_type, Float32, (64, n), source, OperandMajorMode.K, OperandMajorMode.MN)
 
     def pv_mma(self) -> cute.TiledMma:
         op = self.pv_op(self.cfg.v_columns)
@@ -190,7 +188,7 @@ class Policy16bit:
 
     @cute.jit
     def softmax(self, masking: cutlass.Constexpr, acc: cute.Tensor, state, scale: Float32):
-        """Scores -> P in place (float32, not yet rounded); updates maximum and sum of each row, sets its rescale factor.
+        """Scores -> P in place (float32, not yet rounded); updates maximum and sum of each row, sets its factor.
 
         masking  hidden scores of the tile are -inf, and a row may have seen no key yet
         """
@@ -259,7 +257,15 @@ class Policy16bit:
 
     @cute.jit
     def finish(
-        self, out: list, state, limits, softmax_scale_log2: Float32, side, row0: Int32, head: Int32, lse: cute.Tensor
+        self,
+        out: list,
+        state,
+        limits,
+        softmax_scale_log2: Float32,
+        side,
+        row0: Int32,
+        head: Int32,
+        lse: cute.Tensor,
     ):
         """Divide by the row sum; lse (2,) in natural log. A row without keys gives 0, and -inf or its sink."""
         maximum, total, _ = state

@@ -517,7 +517,15 @@ class Fp8Policy:
 
     @cute.jit
     def finish(
-        self, out: list, state, limits, softmax_scale_log2: Float32, side, row0: Int32, head: Int32, lse: cute.Tensor
+        self,
+        out: list,
+        state,
+        limits,
+        softmax_scale_log2: Float32,
+        side,
+        row0: Int32,
+        head: Int32,
+        lse: cute.Tensor,
     ):
         """Divide by the row sum, apply the last V scale; lse (2,) in natural log.
 
