@@ -389,6 +389,8 @@ def test_compiled_kernel(config: Fwd16Config, figures: Callable[[Fwd16Config], K
     bodies = loops + config.overlap  # the first Q K^T and the last P V stand outside the loops
     assert found.counts["HGMMA"] == bodies * (steps_qk + steps_pv)
     assert found.counts["QGMMA"] == found.counts["IGMMA"] == 0
+    # One arrival and one wait for each product: more would be products that wait for one another.
+    assert found.counts["WARPGROUP"] == 4 * bodies
     q_boxes, v_boxes = (c // swizzle_columns(c, 2) for c in (config.head_dim_padded, config.v_columns))
     assert (
         found.counts["UTMALDG"] == 3 * q_boxes + 2 * v_boxes

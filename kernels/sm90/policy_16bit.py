@@ -28,7 +28,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wg
 
@@ -38,6 +38,22 @@ from .operands import ELEMENTS, column_major_atom, opaque_zero, product_rn, row_
 
 LOG2_E = math.log2(math.e)
 HUGE = 2.0**15  # octaves: a row whose reference is beyond takes the slow path
+
+
+@cute.jit
+def bf16_pair(low: Float32, high: Float32) -> Uint32:
+    """Two values, rounded to bf16, in a word."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
+    )
+
+
+@cute.jit
+def fp16_pair(low: Float32, high: Float32) -> Uint32:
+    """Likewise to fp16."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
+    )
 
 
 class Policy16bit:
@@ -129,9 +145,12 @@ class Policy16bit:
         return [acc]
 
     def new_p(self) -> cute.Tensor:
-        """P of one tile as the A operand of P V."""
-        shape = self.pv_mma().partition_shape_A((self.cfg.tile_m, self.cfg.tile_n))
-        return cute.make_rmem_tensor(shape, self.v_type)
+        """P of one tile, two elements a word, in the order of the A operand of P V.
+
+        Words, for a loop carries 16-bit elements in registers of their own where tile_n is no power of two: packing
+        them between the products makes the assembler wait for each product.
+        """
+        return cute.make_rmem_tensor(self.cfg.tile_n // 4, Uint32)
 
     def new_state(self):
         """State of a work tile: largest score, sum of P over this thread's columns, last rescale factor, (2,) each."""
@@ -160,6 +179,8 @@ class Policy16bit:
         mma = self.pv_mma()
         mma.set(wg.Field.ACCUMULATE, True)
         acc = out[0]
+        shape = mma.partition_shape_A((self.cfg.tile_m, self.cfg.tile_n))
+        p = cute.make_tensor(cute.recast_ptr(p.iterator, dtype=self.v_type), cute.make_layout(shape))
         wg.fence()  # P has been written and O rescaled: the product may not overtake them
         for kb in cutlass.range_constexpr(cute.size(p, mode=[2])):
             cute.gemm(mma, acc, p[None, None, kb], v_frag[None, None, kb, stage], acc)
@@ -234,8 +255,9 @@ class Policy16bit:
     @cute.jit
     def pack(self, acc: cute.Tensor, p: cute.Tensor):
         """Round P to the A operand; call it only when no WGMMA that reads `p` is in flight (else C7513 serialises)."""
-        layout = cute.make_layout(((2, 2, 2), 1, p.shape[2]), stride=((1, 2, 4), 0, 8))
-        p.store(cute.make_tensor(acc.iterator, layout).load().to(self.v_type))
+        pair = bf16_pair if const_expr(self.cfg.dtype == "bf16") else fp16_pair
+        for w in cutlass.range_constexpr(cute.size(p)):
+            p[w] = pair(acc[2 * w], acc[2 * w + 1])
 
     @cute.jit
     def rescale(self, out: list, state):
