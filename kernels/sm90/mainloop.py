@@ -5,13 +5,14 @@ Rings (PipelineTmaAsync; an mbarrier pair "full" / "empty" for each stage):
     name  stages     producer              full: arrives, bytes                 empty: arrives
     Q     q_stages   warp 0 of producer    TMA, tile_m * head_dim_padded        one lane of each consumer warp
     K     kv_stages  warp 0 of producer    TMA, tile_n * head_dim_padded        one lane of each consumer warp
-    V     kv_stages  warp 0 of producer    TMA, head_dim_v * tile_n (the sum    one lane of each consumer warp
-                                           rows of the tile are written once)
+    V     kv_stages  warp 0 of producer    TMA, v_columns * tile_n (the 8-bit   one lane of each consumer warp
+                                           sum rows are written once)
 
-Named barriers: see `Barrier`. The rings go on from one work tile to the next: the producer fetches Q, K and V of the
-next tile while the consumers finish this one, and the warpgroups do not wait for each other.
+Bytes are elements times their size. Named barriers: see `Barrier`. The rings go on from one work tile to the next: the
+producer fetches Q, K and V of the next tile while the consumers finish this one, and the warpgroups do not wait for
+each other but for their turns, where they have them.
 
-Steady state of one consumer warpgroup, key tiles n = last .. 0:
+8 bits. Steady state of one consumer warpgroup, key tiles n = last .. 0:
 
     QK(n) | softmax(n), pack(n) | PV(n) | fold(n)
 
@@ -22,6 +23,15 @@ A product with nothing queued behind it costs its drain, so two splits fill the 
 
 S of a tile and the parts of T = P V share registers; O and P are there all along. The tensor core interleaves the
 products of the warpgroups as it likes.
+
+16 bits, with overlap (FlashAttention-3, arXiv 2407.08608, algorithm 2); nothing is in flight where the loop turns:
+
+    tensor core   QK(n) PV(n+1) .............| QK(n-1) PV(n)
+    warpgroup           | softmax(n) ....... | rescale O, pack(n) |
+
+and with ping-pong (section 3.1), a warpgroup issues QK(n) and PV(n+1) in its turn, which it then gives to the next: the
+softmax of one runs under the products of the others. Without overlap a step is QK(n), softmax(n), PV(n), and a turn is
+PV(n) and QK(n-1).
 """
 
 from __future__ import annotations
