@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import validate
-from cute_attn.kernels.config import HEAD_DIMS_16BIT
+from cute_attn.kernels.config import HEAD_DIMS_16BIT, Fwd16Config
 from cute_attn.plan import DTYPE_NAMES, forward16_config
 from cute_attn.problem import device_capability
 
@@ -75,15 +75,24 @@ def flash_attn_func(
         ValueError: a shape, stride, device or value that is not allowed, or no Hopper GPU.
         NotImplementedError: dropout, return_attn_probs, or grad mode is on and an input requires grad.
     """
-    options = _check_options(
-        dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
-    )
-    _check_tensors(q, k, v)
     side = {"alibi_slopes": alibi_slopes, "sinks": sinks}
-    _check_side(q, side)
+    options = (dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs, window_size)
+    try:
+        tensors = [None if x is None else _signature(x) for x in (q, k, v, alibi_slopes, sinks)]
+        kinds = map(type, (*options, *window_size))  # True equals 1 and is not allowed for it
+        key: tuple[object, ...] = (*tensors, *options, *kinds, backend)
+        plan = _plans.get(key)
+    except (AttributeError, RuntimeError, TypeError):
+        key, plan = (), None  # not a dense tensor, or unhashable: the checks below name the argument
+    if plan is None:
+        plan = _plan(q, k, v, side, options, backend)
+        if key:
+            if len(_plans) >= _MAX_PLANS:
+                _plans.clear()
+            _plans[key] = plan
     _check_forward_only({"q": q, "k": k, "v": v, **side})
-    _check_backend(backend, q)
-    return _attend(q, k, v, options, alibi_slopes, sinks, return_lse, backend)
+    out, lse = _attend(q, k, v, plan, alibi_slopes, sinks)
+    return (out, lse) if return_lse else out
 
 
 def flash_attn_kvpacked_func(
@@ -172,18 +181,80 @@ def _parts(name: str, x: object, count: int) -> tuple[Tensor, ...]:
     return x.unbind(2)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Checks
+# From arguments to a plan: once for a signature
 # ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Options:
-    """Checked arguments that are no tensors; window is (left, right), -1 without an end."""
+class _Plan:
+    """What a call with these shapes, strides and options does."""
 
-    softmax_scale: float | None
-    window: tuple[int, int]
+    config: Fwd16Config | None  # None: the reference
+    softmax_scale: float
     softcap: float
+    window: tuple[int, int]  # -1 without an end
+    loadable: tuple[bool, bool, bool]  # whether TMA can read tensors of the strides of q, k, v
+
+
+_plans: dict[tuple[object, ...], _Plan] = {}
+_MAX_PLANS: Final = 4096  # a server that sees ever new lengths must not grow without bound
+
+
+def _signature(x: Tensor) -> tuple[object, ...]:
+    """All that checks and planning read of a tensor. Raises one of several errors for anything but a dense tensor."""
+    return type(x), x.shape, x.stride(), x.dtype, x.device
+
+
+def _plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side: dict[str, Tensor | None],
+    options: tuple[object, ...],
+    backend: str,
+) -> _Plan:
+    """Check everything, and plan."""
+    scale, window, softcap = _check_options(*options)
+    _check_tensors(q, k, v)
+    _check_side(q, side)
+    _check_backend(backend, q)
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    seqlen_k, heads_k, head_dim_v = v.shape[1:]
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    loadable = (_loadable(q), _loadable(k), _loadable(v))
+    if backend == "reference" or 0 in (batch, seqlen_q, seqlen_k):
+        return _Plan(None, scale, softcap, window, loadable)
+    left, right = window
+    left = -1 if left >= seqlen_k else left  # such an end cuts nothing
+    right = -1 if right >= seqlen_q else right
+    # One row sees every key under the bottom-right mask.
+    causal = left < 0 and right == 0 and seqlen_q != 1
+    config = forward16_config(
+        head_dim,
+        head_dim_v,
+        DTYPE_NAMES[q.dtype],
+        causal=causal,
+        window=not causal and (left >= 0 or (right >= 0 and seqlen_q != 1)),
+        softcap=softcap > 0.0,
+        alibi=side["alibi_slopes"] is not None,
+        sinks=side["sinks"] is not None,
+        group=heads_q // heads_k,
+        seqlen_q=seqlen_q,
+    )
+    return _Plan(config, scale, softcap, (left, right), loadable)
+
+
+def _loadable(x: Tensor) -> bool:
+    """Whether TMA can read a tensor of these strides: multiples of 16 bytes, none 0."""
+    return all(
+        stride * x.element_size() % 16 == 0 and (stride > 0 or size <= 1)
+        for stride, size in zip(x.stride()[:-1], x.shape, strict=False)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Checks
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _number(name: str, x: object, allowed: str) -> float:
@@ -196,11 +267,12 @@ def _check_options(
     dropout_p: object,
     softmax_scale: object,
     causal: object,
-    window_size: object,
     softcap: object,
     deterministic: object,
     return_attn_probs: object,
-) -> _Options:
+    window_size: object,
+) -> tuple[float | None, tuple[int, int], float]:
+    """(softmax_scale, window, softcap); the window is (left, right), -1 without an end."""
     dropout = _number("dropout_p", dropout_p, "0.0")
     if not 0.0 <= dropout <= 1.0:
         raise ValueError(f"dropout_p is {dropout}; allowed: 0.0")
@@ -239,7 +311,7 @@ def _check_options(
     cap = _number("softcap", softcap, "a float >= 0")
     if not (cap == 0.0 or _FLOAT32.tiny <= cap <= _FLOAT32.max / 2):
         raise ValueError(f"softcap is {cap}; allowed: 0 (none), or finite and > 0")
-    return _Options(scale, (left, 0 if causal else right), cap)
+    return scale, (left, 0 if causal else right), cap
 
 
 def _check_tensors(q: object, k: object, v: object) -> None:
@@ -310,76 +382,45 @@ def _check_backend(backend: object, q: Tensor) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# From checked arguments to a result
+# From a plan to a result
 # ------------------------------------------------------------------------------------------------------------
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: _Options,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    return_lse: bool,
-    backend: str,
-) -> Tensor | tuple[Tensor, Tensor]:
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    seqlen_k, heads_k, head_dim_v = v.shape[1:]
-    scale = 1.0 / math.sqrt(head_dim) if options.softmax_scale is None else options.softmax_scale
-    slopes = None if alibi_slopes is None else alibi_slopes.expand(batch, heads_q)
-    if backend == "reference" or 0 in (batch, seqlen_q, seqlen_k):
+    q: Tensor, k: Tensor, v: Tensor, plan: _Plan, alibi_slopes: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    slopes = None if alibi_slopes is None else alibi_slopes.expand(q.shape[0], q.shape[2])
+    if plan.config is None:
         out, lse = reference(
             q,
             k,
             v,
-            softmax_scale=scale,
-            window=options.window,
-            softcap=options.softcap,
+            softmax_scale=plan.softmax_scale,
+            window=plan.window,
+            softcap=plan.softcap,
             alibi_slopes=slopes,
             sinks=sinks,
         )
-        out = out.to(q.dtype)
-    else:
-        from cute_attn.launch import launch_forward16
+        return out.to(q.dtype), lse
+    from cute_attn.launch import launch_forward16
 
-        left, right = options.window
-        left = -1 if left >= seqlen_k else left  # such an end cuts nothing
-        right = -1 if right >= seqlen_q else right
-        # One row sees every key under the bottom-right mask.
-        causal = left < 0 and right == 0 and seqlen_q != 1
-        config = forward16_config(
-            head_dim,
-            head_dim_v,
-            DTYPE_NAMES[q.dtype],
-            causal=causal,
-            window=not causal and (left >= 0 or (right >= 0 and seqlen_q != 1)),
-            softcap=options.softcap > 0.0,
-            alibi=slopes is not None,
-            sinks=sinks is not None,
-            group=heads_q // heads_k,
-            seqlen_q=seqlen_q,
-        )
-        out, lse = launch_forward16(
-            _loadable(q),
-            _loadable(k),
-            _loadable(v),
-            config,
-            softmax_scale=scale,
-            softcap=options.softcap,
-            window=(left, right),
-            alibi_slopes=slopes,
-            sinks=sinks,
-        )
-    return (out, lse) if return_lse else out
+    q, k, v = (_loaded(x, loadable) for x, loadable in zip((q, k, v), plan.loadable, strict=True))
+    return launch_forward16(
+        q,
+        k,
+        v,
+        plan.config,
+        softmax_scale=plan.softmax_scale,
+        softcap=plan.softcap,
+        window=plan.window,
+        alibi_slopes=slopes,
+        sinks=sinks,
+    )
 
 
-def _loadable(x: Tensor) -> Tensor:
-    """`x`, or a contiguous copy where TMA cannot read it: 16-byte address and strides, no stride 0."""
-    strides = x.stride()[:-1]
-    odd = x.data_ptr() % 16 or any(stride * x.element_size() % 16 for stride in strides)
-    expanded = any(stride == 0 and size > 1 for stride, size in zip(strides, x.shape, strict=False))
-    return x.clone(memory_format=torch.contiguous_format) if odd or expanded else x
+def _loaded(x: Tensor, loadable: bool) -> Tensor:
+    """`x`, or a contiguous copy where TMA cannot read it: by its strides, or as its address is odd."""
+    return x if loadable and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def reference(

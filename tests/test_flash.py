@@ -253,12 +253,67 @@ def test_no_keys() -> None:
 
 def test_what_tma_can_read() -> None:
     x = torch.zeros(2, 6, 4, 64, dtype=BF16)
-    assert flash._loadable(x) is x
-    for odd in (x[..., 4:36], torch.zeros(2, 6, 4, 68, dtype=BF16)[..., :64], x[:1].expand(2, -1, -1, -1)):
-        copy = flash._loadable(odd)
+    for view in (x, x[..., 8:40], x.transpose(1, 2), x[:, ::2], x[..., :1, :].expand(2, 6, 1, 64)):
+        assert flash._loadable(view) and flash._loaded(view, True) is view
+    for odd in (torch.zeros(2, 6, 4, 68, dtype=BF16)[..., :64], x[:1].expand(2, -1, -1, -1)):
+        assert not flash._loadable(odd)
+        copy = flash._loaded(odd, False)
         assert copy.is_contiguous() and torch.equal(copy, odd)
-    for view in (x[..., 8:40], x.transpose(1, 2), x[:, ::2]):
-        assert flash._loadable(view) is view
+    moved = x[..., 4:36]  # strides are good, the address is not
+    assert flash._loadable(moved) and flash._loaded(moved, True) is not moved
+
+
+def test_a_call_is_checked_once_and_refused_as_before() -> None:
+    q, k, v = tensors()
+    good: dict[str, Any] = {"causal": True, "window_size": (1, 0), "softcap": 1.0, "backend": "reference"}
+    want = flash_attn_func(q, k, v, **good)
+    count = len(flash._plans)
+    assert torch.equal(flash_attn_func(q, k, v, **good), want) and len(flash._plans) == count
+    for changed in ({"causal": 1}, {"window_size": (True, False)}, {"softcap": True}, {"dropout_p": False}):
+        with pytest.raises(TypeError):
+            flash_attn_func(q, k, v, **{**good, **changed})
+    with pytest.raises(NotImplementedError):
+        flash_attn_func(q.clone().requires_grad_(), k, v, **good)
+
+
+def test_what_a_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel and its arguments, on a Hopper GPU that is not there."""
+    calls: list[tuple[Fwd16Config, dict[str, Any]]] = []
+
+    def launched(
+        q: Tensor, k: Tensor, v: Tensor, config: Fwd16Config, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        calls.append((config, options))
+        return q, q
+
+    monkeypatch.setattr("cute_attn.launch.launch_forward16", launched)
+    monkeypatch.setattr(flash, "device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash, "_plans", {})
+
+    def kind(seqlen_q: int = 300, **options: Any) -> tuple[str, tuple[int, int]]:
+        q, k, v = tensors(seqlen_q=seqlen_q, seqlen_k=200)
+        flash_attn_func(q, k, v, **options)
+        config, given = calls[-1]
+        return "causal" if config.causal else "window" if config.window else "full", given["window"]
+
+    assert kind() == ("full", (-1, -1))
+    assert kind(causal=True) == kind(window_size=(-1, 0)) == ("causal", (-1, 0))
+    assert kind(causal=True, window_size=(200, 9)) == ("causal", (-1, 0))  # the window cuts nothing
+    assert kind(causal=True, window_size=(199, 9)) == ("window", (199, 0))
+    assert kind(window_size=(200, 300)) == ("full", (-1, -1))
+    assert kind(window_size=(-1, 299)) == ("window", (-1, 299))
+    assert kind(1, causal=True) == ("full", (-1, 0))  # one row sees every key
+    assert kind(1, window_size=(7, 7)) == ("window", (7, -1))
+    q, k, v = tensors()
+    flash_attn_func(
+        q, k, v, softcap=3.0, alibi_slopes=torch.zeros(4), sinks=torch.zeros(4), softmax_scale=-0.5
+    )
+    config, given = calls[-1]
+    assert config.softcap and config.alibi and config.sinks
+    assert (given["softcap"], given["softmax_scale"], given["alibi_slopes"].shape) == (3.0, -0.5, (2, 4))
+    count = len(calls)
+    flash_attn_func(q[:, :0], k, v)
+    assert len(calls) == count  # nothing to launch
 
 
 # --- plan
