@@ -19,7 +19,7 @@ each other but for their turns, where they have them.
 A product with nothing queued behind it costs its drain, so two splits fill the chain's gaps (see FwdConfig):
 
     qk_splits   QK of a tile is issued in parts of its keys: softmax of a part runs under the product of the next
-    pv_splits   PV in parts of the value dimension; of four parts, one is folded under the product of the next
+    pv_part     PV in parts of the value dimension; of four parts, one is folded under the product of the next
 
 S of a tile and the parts of T = P V share registers; O and P are there all along. The tensor core interleaves the
 products of the warpgroups as it likes.
