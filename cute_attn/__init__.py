@@ -1,4 +1,4 @@
-"""Attention with 8-bit operands on NVIDIA Hopper GPUs.
+"""Attention with 8-bit and 16-bit operands on NVIDIA Hopper GPUs.
 
 Names are loaded on first use: `import cute_attn` pulls in neither torch nor the CUTLASS Python DSL, and the
 DSL only comes with the first kernel that has to be compiled.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from cute_attn.api import explain, flash_attn_fp8_func, fp8_attention, fp8_attention_quantized, quantize
+    from cute_attn.flash import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
     from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV
 
     __version__: str
@@ -24,6 +25,9 @@ __all__ = [
     "__version__",
     "explain",
     "flash_attn_fp8_func",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
     "fp8_attention",
     "fp8_attention_quantized",
     "quantize",
@@ -35,6 +39,9 @@ _HOME: Final = {
     "QuantizedQKV": "cute_attn.quantize",
     "explain": "cute_attn.api",
     "flash_attn_fp8_func": "cute_attn.api",
+    "flash_attn_func": "cute_attn.flash",
+    "flash_attn_kvpacked_func": "cute_attn.flash",
+    "flash_attn_qkvpacked_func": "cute_attn.flash",
     "fp8_attention": "cute_attn.api",
     "fp8_attention_quantized": "cute_attn.api",
 }

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn import cache, plan, sass
-from cute_attn.kernels.config import HEAD_DIMS, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import HEAD_DIMS, Fwd16Config, FwdConfig, QuantizeConfig
 from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import PRESETS
 
@@ -44,7 +44,7 @@ __all__ = [
     "main",
 ]
 
-KernelConfig = FwdConfig | QuantizeConfig
+KernelConfig = FwdConfig | Fwd16Config | QuantizeConfig
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
 # Above -O1 the assembler moves the loads of the quantiser's loops up until it has to spill their counters, and puts
@@ -91,12 +91,32 @@ def build(config: KernelConfig, options: str = "") -> Any:
     address, layout = cutlass.Int64(0), tuple(cutlass.Int64(0) for _ in Layout._fields)
     entry: Any
     args: list[Any]
-    if isinstance(config, FwdConfig):
+    if isinstance(config, Fwd16Config):
+        from cute_attn.kernels.sm90.fwd import Fwd16bitSm90
+
+        element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
+        entry = Fwd16bitSm90(config)
+        args = [
+            wide(element, batch, seqlen_q, heads_q, d),
+            wide(element, batch, seqlen_k, heads_k, d),
+            wide(element, batch, seqlen_k, heads_k, d_v),
+            wide(element, batch, seqlen_q, heads_q, d_v),
+            scalars(batch, heads_q, seqlen_q),
+            scalars(batch, heads_q),
+            scalars(heads_q),
+            cutlass.Float32(1.0),
+            cutlass.Float32(1.0),
+            cutlass.Int32(1),
+            cutlass.Int32(1),
+            cutlass.Int32(1),
+            cutlass.Int32(1),
+        ]
+    elif isinstance(config, FwdConfig):
         from cute_attn.kernels.entry import FwdEntry
-        from cute_attn.kernels.sm90.fwd import FwdSm90
+        from cute_attn.kernels.sm90.fwd import Fwd8bitSm90
 
         out = cutlass.BFloat16 if config.out_dtype == "bf16" else cutlass.Float16
-        entry = FwdEntry(FwdSm90(config), config)
+        entry = FwdEntry(Fwd8bitSm90(config), config)
         args = [
             wide(out, batch, seqlen_q, heads_q, d_v),
             address,
@@ -185,8 +205,8 @@ def _load_or_build(config: KernelConfig) -> Callable[..., None]:
 
 
 def configurations() -> list[KernelConfig]:
-    """The kernels that every test run compiles and checks, chosen as `plan.all_forward_configs` says."""
-    return [*plan.all_forward_configs(), *plan.all_quantize_configs()]
+    """The kernels that every test run compiles and checks: samples, see `plan.all_forward_configs` and its like."""
+    return [*plan.all_forward_configs(), *plan.all_quantize_configs(), *plan.all_forward16_configs()]
 
 
 @dataclass(frozen=True)

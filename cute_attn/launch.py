@@ -27,6 +27,7 @@ from cute_attn.kernels.config import (
     QUANTIZE_ROWS_LIMIT,
     V_KEY_PERMUTATION,
     V_SCALE_GROUP,
+    Fwd16Config,
     FwdConfig,
     QuantizeConfig,
 )
@@ -212,8 +213,12 @@ class Quantiser:
         try:
             self._kernel(q, k, v, self._signs, *amax, base, self.layout_object, cos, sin, given)
             return workspace
-        except Exception:  # not bound to a name: with its traceback it would hold this frame, and the workspace
-            validate.check_inputs(q, k, v)  # names the argument, unless it is one that only needs another place
+        except (
+            Exception
+        ):  # not bound to a name: with its traceback it would hold this frame, and the workspace
+            validate.check_inputs(
+                q, k, v
+            )  # names the argument, unless it is one that only needs another place
             inputs = (q, k, v, cos, sin)
             aligned = [None if x is None else _aligned(x) for x in inputs]
             if all(x is y for x, y in zip(aligned, inputs, strict=True)):
@@ -475,3 +480,65 @@ class Attention:
         lse_at = base + self._lse if lse is None else lse.data_ptr()
         forward.kernel(out, base, lse_at, lse_add, quantiser.layout_object, *forward.factors)
         return out if lse is None else (out, lse)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 16 bits
+# ------------------------------------------------------------------------------------------------------------
+
+
+def launch_forward16(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: Fwd16Config,
+    *,
+    softmax_scale: float,
+    softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    sms: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the compiled 16-bit forward kernel of `config`.
+
+    Args:
+        q, k, v: (batch, seqlen, heads, dim) of the dtype of `config` on a CUDA device, last stride 1, addresses and
+            strides multiples of 16 bytes, no empty dimension.
+        softmax_scale: any finite factor.
+        softcap: > 0 where `config` has it.
+        window: keys before and behind a query's own position, -1 for all; read where `config` has it.
+        alibi_slopes: (batch, heads_q) float32, any strides, where `config` has it.
+        sinks: (heads_q,) float32, likewise.
+        sms: CTAs at most; default the SMs of the device.
+
+    Returns:
+        (out, lse): (batch, seqlen_q, heads_q, head_dim_v) of q's dtype, (batch, heads_q, seqlen_q) float32.
+    """
+    batch, seqlen_q, heads_q, _ = q.shape
+    _, seqlen_k, heads_k, head_dim_v = v.shape
+    device = q.device
+    # The kernel takes the maximum of scores before the scale, which must be > 0 for that. Signs and zero go to Q.
+    if softmax_scale <= 0:
+        q = q * math.copysign(1.0, softmax_scale) if softmax_scale else q * 0.0
+        softmax_scale = -softmax_scale or 1.0
+    out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
+    lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
+    left, right = window
+    sms = _sms(device) if sms is None else sms
+    compile_kernel(config)(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        _zero(device).expand(batch, heads_q) if alibi_slopes is None else alibi_slopes,
+        _zero(device).expand(heads_q) if sinks is None else sinks,
+        (softcap or softmax_scale) * LOG2_E,
+        2.0 * LOG2_E * softmax_scale / softcap if softcap else 0.0,
+        seqlen_k if left < 0 else min(left, seqlen_k),  # beyond, a window cuts nothing
+        seqlen_q if right < 0 else min(right, seqlen_q),
+        sms,
+        heads_in_turn(config, batch, heads_q, heads_k, seqlen_q, seqlen_k, sms),
+    )
+    return out, lse

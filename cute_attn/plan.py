@@ -6,6 +6,7 @@ precompiled anywhere. `cute_attn.explain` shows a plan to users.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable
@@ -14,7 +15,15 @@ from typing import Final
 
 import torch
 
-from cute_attn.kernels.config import HEAD_DIMS, SMEM_LIMIT, WARPGROUP, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import (
+    HEAD_DIMS,
+    HEAD_DIMS_16BIT,
+    SMEM_LIMIT,
+    WARPGROUP,
+    Fwd16Config,
+    FwdConfig,
+    QuantizeConfig,
+)
 from cute_attn.problem import Problem
 from cute_attn.quantize import PRESETS, Fp8Recipe
 from cute_attn.validate import check_backend
@@ -421,7 +430,7 @@ def _choose_pack_gqa(problem: Problem, tile_m: int) -> tuple[int, str | None]:
     )
 
 
-def _choose_cluster(tile: Tile, blocks: int, causal: bool) -> tuple[int, str | None]:
+def _choose_cluster(tile: Tile | Tile16, blocks: int, causal: bool) -> tuple[int, str | None]:
     """(`cluster` of the kernel, the reason where there is one to give), for `blocks` tiles of a head or pack."""
     enough = _CAUSAL_CLUSTER_BLOCKS if causal else 2
     if tile.cluster == 1 or blocks < enough or blocks % 2 * 8 > blocks:
@@ -579,3 +588,173 @@ def _choose_backend(capability: tuple[int, int] | None, backend: str) -> tuple[s
     if capability[0] != 9:
         return "emulator", f"the GPU has {where}, and the kernels need 9.x (Hopper: H100, H200)"
     return "sm90", f"the GPU has {where} (Hopper)"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 16-bit forward
+# ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile16:
+    """One row of the 16-bit tile table; the sizes are those of `Fwd16Config`.
+
+    It serves heads whose larger of `head_dim` and `head_dim_v`, rounded up to a multiple of 32, is at most `columns`.
+    """
+
+    columns: int
+    why: str
+    plain: bool | None = None  # only without (True) or with (False) a mask, softcap or ALiBi; None: both
+    tile_m: int = 128
+    tile_n: int = 128
+    consumer_regs: int = 240
+    producer_regs: int = 24
+    pingpong: bool = False  # turns of the warpgroups at the tensor core
+    cluster: int = 2  # where a head has tiles enough, see `_choose_cluster`
+
+
+_BOUND_16: Final = "what two stages of K and V leave room for in shared memory"
+
+TILES_16: Final = (
+    Tile16(
+        columns=64,
+        tile_m=192,
+        consumer_regs=160,
+        producer_regs=32,
+        pingpong=True,
+        cluster=1,
+        why="three consumer warpgroups in turns, for at 64 columns exp2 takes as long as the products; more keys "
+        "a step do not fit into the 160 registers that three leave to a thread",
+    ),
+    Tile16(
+        columns=96,
+        plain=True,
+        tile_n=192,
+        why="S, P and O of 192 keys fit into 240 registers; a third warpgroup would leave room for 112",
+    ),
+    Tile16(
+        columns=128,
+        why="176 keys a step would fit into 240 registers, but not O beside Q in shared memory; measured, they gain "
+        "nothing",
+    ),
+    Tile16(columns=192, tile_n=112, why=_BOUND_16),
+    Tile16(columns=256, tile_n=80, why=_BOUND_16),
+)
+"""Rows in the order of `columns`: the first that serves a problem is taken. Those of 64, 128 and 256 columns
+were measured on an H200 (perf/log.md, run 11), the others follow them."""
+
+
+@functools.lru_cache(maxsize=4096)
+def forward16_config(
+    head_dim: int,
+    head_dim_v: int,
+    dtype: str,
+    *,
+    causal: bool = False,
+    window: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+    sinks: bool = False,
+    group: int = 1,
+    seqlen_q: int = 1 << 20,
+) -> Fwd16Config:
+    """The 16-bit forward kernel for these properties of a problem. Pure.
+
+    Args:
+        head_dim, head_dim_v: multiples of 8 from 32 to 256.
+        dtype: "bf16" or "fp16".
+        causal, window, softcap, alibi, sinks: as in `Fwd16Config`; causal and window exclude each other.
+        group: query heads of a key head.
+        seqlen_q: queries of a sequence; with few of them the rows of a group share tiles.
+
+    Raises:
+        ValueError: a head_dim or dtype for which there is no kernel.
+    """
+    columns = -(-max(head_dim, head_dim_v) // 32) * 32
+    plain = not (causal or window or softcap or alibi)
+    tile = next((t for t in TILES_16 if columns <= t.columns and t.plain in (None, plain)), TILES_16[-1])
+    pack_gqa = _packed_heads(group, seqlen_q, tile.tile_m)
+    cluster = 1
+    if not window:  # whose tiles do not read the same keys
+        cluster, _ = _choose_cluster(tile, -(-seqlen_q * pack_gqa // tile.tile_m), causal)
+    return _fitted(
+        Fwd16Config(
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            tile_m=tile.tile_m,
+            tile_n=tile.tile_n,
+            kv_stages=2,
+            dtype=dtype,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            alibi=alibi,
+            sinks=sinks,
+            consumer_regs=tile.consumer_regs,
+            producer_regs=tile.producer_regs,
+            pingpong=tile.pingpong,
+            cluster=cluster,
+            pack_gqa=pack_gqa,
+        )
+    )
+
+
+def _fitted(config: Fwd16Config) -> Fwd16Config:
+    """`config` with as many keys a step as shared memory holds."""
+    while config.smem_bytes > SMEM_LIMIT or not config.o_fits_q:
+        config = dataclasses.replace(config, tile_n=config.tile_n - 16)
+    config.check()
+    return config
+
+
+def _packed_heads(group: int, seqlen_q: int, tile_m: int) -> int:
+    """Query heads whose rows share a tile: 1 unless that fills tiles clearly better."""
+    heads = group & -group  # the largest power of two that divides the group
+    while 64 % heads:
+        heads //= 2
+
+    def filled(rows: int) -> float:
+        return rows / (-(-rows // tile_m) * tile_m)
+
+    return heads if seqlen_q and filled(seqlen_q) < 0.9 * filled(seqlen_q * heads) else 1
+
+
+def all_forward16_configs() -> list[Fwd16Config]:
+    """A sample of the 16-bit kernels, for ahead-of-use compilation and tests: the common ones, each feature once."""
+    common = [
+        forward16_config(head_dim, head_dim, dtype, causal=causal)
+        for head_dim in (64, 96, 128, 192, 256)
+        for dtype in DTYPE_NAMES.values()
+        for causal in (False, True)
+    ]
+    features = [
+        forward16_config(head_dim, head_dim, "bf16", **{"window": True, feature: True})
+        for head_dim in (64, 128, 256)
+        for feature in ("window", "softcap", "alibi", "sinks")
+    ]
+    others = [
+        forward16_config(192, 128, "bf16", causal=True),
+        forward16_config(40, 72, "fp16"),
+        forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1),
+    ]
+    return list(dict.fromkeys([*common, *features, *others]))
+
+
+def tile16_table() -> list[dict[str, object]]:
+    """Tiles by head_dim (of Q, K and V alike) and mask, one flat dict each, for printing and for tests."""
+    rows: list[dict[str, object]] = []
+    for head_dim, causal in itertools.product(HEAD_DIMS_16BIT, (False, True)):
+        config = forward16_config(head_dim, head_dim, "bf16", causal=causal)
+        rows.append(
+            {
+                "head_dim": head_dim,
+                "causal": causal,
+                "tile_m": config.tile_m,
+                "tile_n": config.tile_n,
+                "kv_stages": config.kv_stages,
+                "q_stages": config.q_stages,
+                "o_in_q": config.o_in_q,
+                "smem_bytes": config.smem_bytes,
+            }
+        )
+    return rows

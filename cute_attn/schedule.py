@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from cute_attn.kernels.config import FwdConfig
+from cute_attn.kernels.config import Fwd16Config, FwdConfig
 
 TURNS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 """Few heads at a time: several CTAs then read the same K and V, from L2."""
@@ -24,7 +24,13 @@ ROUNDS: Final = 64  # that are tried at most: what later ones may lose is little
 
 @functools.lru_cache(maxsize=4096)
 def heads_in_turn(
-    config: FwdConfig, batch: int, heads_q: int, heads_k: int, seqlen_q: int, seqlen_k: int, sms: int
+    config: FwdConfig | Fwd16Config,
+    batch: int,
+    heads_q: int,
+    heads_k: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    sms: int,
 ) -> int:
     """`turn` for the launch of a forward kernel; 1 without a causal mask, where tiles are equal.
 

@@ -13,6 +13,7 @@ REGISTERS_PER_SM = 65_536
 WARPGROUP = 128  # threads
 
 HEAD_DIMS = tuple(range(32, 257, 16))  # of Q and K, and of V, each by itself
+HEAD_DIMS_16BIT = tuple(range(32, 257, 8))  # likewise
 
 K_SCALE_GROUP = 64  # keys that share one K scale in storage
 K_SCALE_PAD = 4  # a row of K scales is readable to a multiple of this: one vector load for any tile
@@ -56,8 +57,71 @@ def rotation_block(head_dim: int) -> int:
     return head_dim & -head_dim
 
 
+def swizzle_columns(columns: int, element_bytes: int) -> int:
+    """Columns of a swizzle row in shared memory: the most of 128, 64 or 32 bytes that divides a row of the tile."""
+    row = columns * element_bytes
+    return next(width for width in (128, 64, 32, 16) if row % width == 0) // element_bytes
+
+
+class _Forward:
+    """What the forward configurations of every precision share; the fields are those of the subclasses."""
+
+    head_dim: int
+    head_dim_v: int
+    tile_m: int
+    cluster: int
+    pack_gqa: int
+    consumer_regs: int
+    producer_regs: int
+    window = False  # no sliding window unless a subclass has one
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        return self.tile_m // 64
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (self.consumer_warpgroups + 1)
+
+    @property
+    def q_stages(self) -> int:
+        """2, so that Q of the next work tile is there when this one is done, or 1 where that does not fit."""
+        return 2 if self._smem_bytes(2) <= SMEM_LIMIT else 1
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a CTA."""
+        return self._smem_bytes(self.q_stages)
+
+    def _smem_bytes(self, q_stages: int) -> int:
+        raise NotImplementedError
+
+    @property
+    def _dims(self) -> str:
+        return f"d{self.head_dim}" + ("" if self.head_dim_v == self.head_dim else f"v{self.head_dim_v}")
+
+    def _check_cta(self) -> None:
+        """Raise ValueError where rows, cluster, shared memory or registers of a CTA break a limit."""
+        if self.tile_m not in (64, 128, 192):
+            raise ValueError(f"tile_m must be 64, 128 or 192, got {self.tile_m}")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
+        if self.pack_gqa < 1 or 64 % self.pack_gqa:
+            raise ValueError(f"pack_gqa must divide the 64 rows of a warpgroup, got {self.pack_gqa}")
+        if self.smem_bytes > SMEM_LIMIT:
+            raise ValueError(f"shared memory {self.smem_bytes} bytes exceeds {SMEM_LIMIT}")
+        regs = WARPGROUP * (self.consumer_regs * self.consumer_warpgroups + self.producer_regs)
+        if regs > REGISTERS_PER_SM:
+            raise ValueError(f"{regs} registers exceed {REGISTERS_PER_SM}")
+
+
+def _aligned(*parts: int) -> int:
+    """Bytes of tiles in shared memory, behind 1 KiB of barriers; swizzle atoms repeat every 1 KiB at most."""
+    return 1024 + sum(-(-part // 1024) * 1024 for part in parts)
+
+
 @dataclass(frozen=True)
-class FwdConfig:
+class FwdConfig(_Forward):
     """One compiled 8-bit forward kernel for sm_90a."""
 
     head_dim: int  # of Q and K, see HEAD_DIMS
@@ -76,14 +140,6 @@ class FwdConfig:
     pv_part: int = 256  # columns of the value dimension whose products are issued and folded together
     cluster: int = 1  # CTAs that share every tile of K and V: each loads a part for all
     pack_gqa: int = 1  # query heads of a group whose rows share a tile, those of one query side by side
-
-    @property
-    def consumer_warpgroups(self) -> int:
-        return self.tile_m // 64
-
-    @property
-    def threads(self) -> int:
-        return WARPGROUP * (self.consumer_warpgroups + 1)
 
     @property
     def head_dim_padded(self) -> int:
@@ -107,8 +163,22 @@ class FwdConfig:
         return 128 if self.tile_n % 128 == 0 else 64
 
     @property
+    def v_columns(self) -> int:
+        """Columns of V and O in shared memory."""
+        return self.head_dim_v
+
+    @property
+    def o_box(self) -> int:
+        """Columns of one TMA box of O."""
+        return swizzle_columns(self.head_dim_v, 2)
+
+    @property
+    def o_in_q(self) -> bool:
+        """O is not staged where Q was: there is room for both."""
+        return False
+
+    @property
     def name(self) -> str:
-        dims = f"d{self.head_dim}" + ("" if self.head_dim_v == self.head_dim else f"v{self.head_dim_v}")
         mask = "causal" if self.causal else "full"
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
         parts = f"_q{self.qk_splits}v{len(self.pv_parts)}"
@@ -116,19 +186,9 @@ class FwdConfig:
         parts += "" if self.cluster == 1 else f"_x{self.cluster}"
         parts += "" if self.pack_gqa == 1 else f"_g{self.pack_gqa}"
         return (
-            f"fwd_sm90_{self.qk_dtype}_{dims}_{mask}_{self.p_rounding}_{self.out_dtype}"
+            f"fwd_sm90_{self.qk_dtype}_{self._dims}_{mask}_{self.p_rounding}_{self.out_dtype}"
             f"_m{self.tile_m}n{self.tile_n}k{self.kv_stages}{parts}{regs}"
         )
-
-    @property
-    def q_stages(self) -> int:
-        """2, so that Q of the next work tile is there when this one is done, or 1 where that does not fit."""
-        return 2 if self._smem_bytes(2) <= SMEM_LIMIT else 1
-
-    @property
-    def smem_bytes(self) -> int:
-        """Dynamic shared memory of a CTA."""
-        return self._smem_bytes(self.q_stages)
 
     def _smem_bytes(self, q_stages: int) -> int:
         """1 KiB of barriers and alignment, Q, K ring, V^T ring with its sum rows, O."""
@@ -136,18 +196,13 @@ class FwdConfig:
         k = self.kv_stages * self.tile_n * self.head_dim_padded
         v = self.kv_stages * self.tile_n * (self.head_dim_v + SUM_ROWS)
         o = self.tile_m * self.head_dim_v * 2
-        aligned = [
-            -(-part // 1024) * 1024 for part in (q, k, v, o)
-        ]  # swizzle atoms repeat every 1 KiB at most
-        return 1024 + sum(aligned)
+        return _aligned(q, k, v, o)
 
     def check(self) -> None:
         """Raise ValueError where the configuration cannot be built; the message names the limit."""
         for field, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
             if value not in HEAD_DIMS:
                 raise ValueError(f"{field} must be a multiple of 16 from 32 to 256, got {value}")
-        if self.tile_m not in (64, 128, 192):
-            raise ValueError(f"tile_m must be 64, 128 or 192, got {self.tile_m}")
         if self.tile_n % K_SCALE_GROUP or V_SCALE_GROUP % self.tile_n:
             raise ValueError(
                 f"tile_n must be a multiple of 64 that divides {V_SCALE_GROUP}, got {self.tile_n}"
@@ -162,20 +217,130 @@ class FwdConfig:
             raise ValueError(f"check_keys must be 32 or 64, got {self.check_keys}")
         if self.pv_part < 16 or self.pv_part % 16:
             raise ValueError(f"pv_part must be a multiple of 16, got {self.pv_part}")
-        if self.cluster not in (1, 2):
-            raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
-        if self.pack_gqa < 1 or 64 % self.pack_gqa:
-            raise ValueError(f"pack_gqa must divide the 64 rows of a warpgroup, got {self.pack_gqa}")
         part = self.tile_n // self.qk_splits
         if self.tile_n % self.qk_splits or part % K_SCALE_GROUP:
             raise ValueError(f"qk_splits must leave a multiple of {K_SCALE_GROUP} keys, got {self.qk_splits}")
         if self.p_rounding != "code" and self.qk_splits != 1:
             raise ValueError(f"qk_splits must be 1 with {self.p_rounding!r}: its maximum is over the tile")
-        if self.smem_bytes > SMEM_LIMIT:
-            raise ValueError(f"shared memory {self.smem_bytes} bytes exceeds {SMEM_LIMIT}")
-        regs = WARPGROUP * (self.consumer_regs * self.consumer_warpgroups + self.producer_regs)
-        if regs > REGISTERS_PER_SM:
-            raise ValueError(f"{regs} registers exceed {REGISTERS_PER_SM}")
+        self._check_cta()
+
+
+@dataclass(frozen=True)
+class Fwd16Config(_Forward):
+    """One compiled 16-bit forward kernel for sm_90a."""
+
+    head_dim: int  # of Q and K, see HEAD_DIMS_16BIT
+    head_dim_v: int  # of V and O, likewise
+    tile_m: int  # query rows of a CTA; 64 for each consumer warpgroup
+    tile_n: int  # keys of one step of the main loop
+    kv_stages: int  # depth of the K and V rings
+    dtype: str  # "bf16" or "fp16": of Q, K, V, P and O
+    causal: bool
+    window: bool = (
+        False  # query i sees keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right
+    )
+    softcap: bool = False  # scores go through softcap * tanh(score / softcap)
+    alibi: bool = False  # a bias of -slope * |i + seqlen_k - seqlen_q - j|, a slope for each batch and head
+    sinks: bool = False  # a logit for each head that takes its share of the softmax and has no value
+    overlap: bool = (
+        True  # Q K^T of the next tile is issued before P V of this one, and its softmax runs under it
+    )
+    pingpong: bool = True  # the warpgroups issue their products in turn
+    skip_rescale: bool = True  # a warp leaves O as it is where none of its row maxima moved
+    consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
+    producer_regs: int = 24
+    cluster: int = 1  # CTAs that share every tile of K and V: each loads a part for all
+    pack_gqa: int = 1  # query heads of a group whose rows share a tile, those of one query side by side
+
+    @property
+    def out_dtype(self) -> str:
+        return self.dtype
+
+    @property
+    def head_dim_padded(self) -> int:
+        """Columns of Q and K in shared memory: swizzle rows of 64 bytes. TMA fills those past head_dim with 0."""
+        return -(-self.head_dim // 32) * 32
+
+    @property
+    def v_columns(self) -> int:
+        """Columns of V and O in shared memory, likewise; TMA drops those of O past head_dim_v."""
+        return -(-self.head_dim_v // 32) * 32
+
+    @property
+    def pv_parts(self) -> tuple[int, ...]:
+        """Columns of each part of the value dimension: it is one."""
+        return (self.v_columns,)
+
+    @property
+    def v_box(self) -> int:
+        """Keys of one TMA box of V."""
+        return self.tile_n
+
+    @property
+    def o_box(self) -> int:
+        """Columns of one TMA box of O."""
+        return swizzle_columns(self.head_dim_padded if self.o_in_q else self.v_columns, 2)
+
+    @property
+    def o_in_q(self) -> bool:
+        """O is staged where this tile's Q was, as there is no room for both: the next tile's Q comes late."""
+        return self._tiles(1) > SMEM_LIMIT
+
+    @property
+    def o_fits_q(self) -> bool:
+        """Whether O has a place: its own, or that of Q, where swizzle rows must be the same."""
+        atom = swizzle_columns(self.head_dim_padded, 2)
+        return not self.o_in_q or (self.v_columns <= self.head_dim_padded and self.v_columns % atom == 0)
+
+    @property
+    def name(self) -> str:
+        mask = "causal" if self.causal else "window" if self.window else "full"
+        mask += "".join(f"_{name}" for name in ("softcap", "alibi", "sinks") if getattr(self, name))
+        steps = (
+            ("o" if self.overlap else "")
+            + ("p" if self.pingpong else "")
+            + ("s" if self.skip_rescale else "")
+        )
+        steps = f"_{steps}" if steps else ""
+        regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
+        cta = ("" if self.cluster == 1 else f"_x{self.cluster}") + (
+            "" if self.pack_gqa == 1 else f"_g{self.pack_gqa}"
+        )
+        tiles = f"m{self.tile_m}n{self.tile_n}k{self.kv_stages}"
+        return f"fwd_sm90_{self.dtype}_{self._dims}_{mask}_{tiles}{steps}{cta}{regs}"
+
+    def _tiles(self, q_stages: int) -> int:
+        """Bytes with room of its own for O."""
+        q = q_stages * self.tile_m * self.head_dim_padded * 2
+        k = self.kv_stages * self.tile_n * self.head_dim_padded * 2
+        v = self.kv_stages * self.tile_n * self.v_columns * 2
+        return _aligned(q, k, v, self.tile_m * self.v_columns * 2)
+
+    def _smem_bytes(self, q_stages: int) -> int:
+        """1 KiB of barriers and alignment, Q, K ring, V ring, O."""
+        return self._tiles(q_stages) - (self.tile_m * self.v_columns * 2 if self.o_in_q else 0)
+
+    def check(self) -> None:
+        """Raise ValueError where the configuration cannot be built; the message names the limit."""
+        for field, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if dim not in HEAD_DIMS_16BIT:
+                raise ValueError(f"{field} must be a multiple of 8 from 32 to 256, got {dim}")
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            raise ValueError(f"tile_n must be a multiple of 16 from 16 to 256, got {self.tile_n}")
+        if self.dtype not in ("bf16", "fp16"):
+            raise ValueError(f"dtype must be 'bf16' or 'fp16', got {self.dtype!r}")
+        if self.window and self.causal:
+            raise ValueError("causal must be False with a window: it is one with right 0")
+        if self.window and self.cluster > 1:
+            raise ValueError(
+                f"cluster must be 1 with a window, got {self.cluster}: its tiles see other key blocks"
+            )
+        if not self.o_fits_q:
+            raise ValueError(
+                f"shared memory {self._tiles(1)} bytes exceeds {SMEM_LIMIT}, and O of head_dim_v {self.head_dim_v} "
+                f"does not fit where Q of head_dim {self.head_dim} was"
+            )
+        self._check_cta()
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def figures() -> Iterator[Figures]:
 
     def result(config: FwdConfig | QuantizeConfig) -> KernelFigures:
         if not jobs:
-            jobs.update({each: pool.submit(compiler.inspect, each) for each in compiler.configurations()})
+            jobs.update({each: pool.submit(compiler.inspect, each) for each in (*FORWARD, *QUANTISE)})
         return jobs[config].result()
 
     yield result
@@ -94,7 +94,11 @@ def test_quantiser(config: QuantizeConfig, figures: Figures) -> None:
 
 def test_configurations_are_the_sample() -> None:
     configs = compiler.configurations()
-    assert len(set(configs)) == len(configs) and set(configs) == {*FORWARD, *QUANTISE}
+    assert len(set(configs)) == len(configs) and set(configs) == {
+        *FORWARD,
+        *QUANTISE,
+        *plan.all_forward16_configs(),
+    }
 
 
 def test_figures_can_be_sent_between_processes() -> None:

@@ -352,12 +352,14 @@ class Run:
         """
         from cute_attn import compile as compiler
         from cute_attn.bench import cases, figures
+        from cute_attn.kernels.config import Fwd16Config
 
         options = self.options
         configs = [
             config
             for config in compiler.configurations()
-            if {config.head_dim, config.head_dim_v} <= set(options.head_dim)
+            if not isinstance(config, Fwd16Config)
+            and {config.head_dim, config.head_dim_v} <= set(options.head_dim)
             and getattr(config, "pack_gqa", 1) == 1
         ]
         if options.quick:  # one kernel for each head_dim and kind of operands

@@ -16,13 +16,31 @@ def first_hidden_key(limits, r: cutlass.Constexpr, cfg: FwdConfig) -> Int32:
     """Position of the first key that row `r` (0 or 1) of this thread must not see; keys before it are visible.
 
     limits is (query + 1 + seqlen_k - seqlen_q, seqlen_k), for the query of the thread's first row: one register
-    beside the uniform length instead of one for each row. Of packed rows, `pack_gqa` in turn are of one query.
+    beside the uniform length instead of one for each row. Of packed rows, `pack_gqa` in turn are of one query. With a
+    sliding window it is (..., ..., right, left), see `first_seen_key`.
     """
-    end, seqlen_k = limits
+    end, seqlen_k = limits[0], limits[1]
+    if cutlass.const_expr(cfg.window):
+        end = end + limits[2]
     limit = seqlen_k
-    if cutlass.const_expr(cfg.causal):
+    if cutlass.const_expr(cfg.causal or cfg.window):
         limit = cutlass.min(seqlen_k, end + r * (ROW_STEP // cfg.pack_gqa))
     return limit
+
+
+@cute.jit
+def first_seen_key(limits, r: cutlass.Constexpr, cfg: FwdConfig) -> Int32:
+    """Position of the first key that row `r` of this thread may see, by the left end of a window; may be below 0."""
+    return limits[0] - 1 - limits[3] + r * (ROW_STEP // cfg.pack_gqa)
+
+
+@cute.jit
+def sees_keys(limits, r: cutlass.Constexpr, cfg: FwdConfig):
+    """Whether row `r` (0 or 1) of this thread sees any key."""
+    first = Int32(0)
+    if cutlass.const_expr(cfg.window):
+        first = cutlass.max(first_seen_key(limits, r, cfg), 0)
+    return first_hidden_key(limits, r, cfg) > first
 
 
 @cute.jit
@@ -38,3 +56,7 @@ def mask_scores(scores: cute.Tensor, limits, column0: Int32, cfg: FwdConfig):
         limit = first_hidden_key(limits, r, cfg) - column0
         for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             scores[r, i] = -Float32.inf if limit <= 8 * (i // 2) + i % 2 else scores[r, i]
+        if cutlass.const_expr(cfg.window):
+            first = first_seen_key(limits, r, cfg) - column0
+            for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                scores[r, i] = -Float32.inf if first > 8 * (i // 2) + i % 2 else scores[r, i]

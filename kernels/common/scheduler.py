@@ -63,28 +63,45 @@ def unit_coord(
 
 
 @cute.jit
-def key_blocks(m_block: Int32, seqlen_q: Int32, seqlen_k: Int32, cfg: FwdConfig):
-    """Key blocks, from the highest keys down: (of the unit, of them not for this tile, of the tile with a mask).
+def key_blocks(m_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window, cfg: FwdConfig):
+    """Key blocks of a tile, visited from the highest keys down: (end, passed, masked, plain_end, first).
 
-    All CTAs of a cluster load all blocks of the unit; a tile passes over those of which it sees no key. At least one
-    block is visited, so that a query tile that sees no key still runs the loop once, fully masked, and ends with an
-    empty sum.
+    Blocks first .. end - 1 are those of the unit: all CTAs of a cluster load them, and a tile passes over the highest
+    `passed`, of which it sees no key. Of the rest, counted in the order of visits, those before `masked` and, with a
+    window (left, right), those from `plain_end` on need a mask. At least one block is visited, so that a query tile
+    that sees no key still runs the loop once, fully masked, and ends with an empty sum.
     """
-    if cutlass.const_expr(cfg.causal):
-        blocks = blocks_seen((m_block // cfg.cluster + 1) * cfg.cluster * cfg.tile_m, seqlen_q, seqlen_k, cfg)
-        own = blocks
+    tile_n = cfg.tile_n
+    first_row = m_block * cfg.tile_m // cfg.pack_gqa  # query of the tile's first row
+    start = Int32(0)
+    if cutlass.const_expr(cfg.window):
+        left, right = window
+        shift = seqlen_k - seqlen_q
+        last_row = cutlass.min(((m_block + 1) * cfg.tile_m - 1) // cfg.pack_gqa, seqlen_q - 1)
+        end = cutlass.min(seqlen_k, last_row + 1 + shift + right)
+        end = cutlass.max((cutlass.max(end, 0) + tile_n - 1) // tile_n, 1)
+        start = cutlass.min(cutlass.max(first_row + shift - left, 0) // tile_n, end - 1)
+        own = end
+        seen_by_first = cutlass.min(seqlen_k, first_row + 1 + shift + right)
+        seen_by_last = (
+            cutlass.max(last_row + shift - left, 0) + tile_n - 1
+        ) // tile_n  # first block without a left end
+    elif cutlass.const_expr(cfg.causal):
+        end = blocks_seen((m_block // cfg.cluster + 1) * cfg.cluster * cfg.tile_m, seqlen_q, seqlen_k, cfg)
+        own = end
         if cutlass.const_expr(cfg.cluster > 1):
             own = blocks_seen((m_block + 1) * cfg.tile_m, seqlen_q, seqlen_k, cfg)
-        first = (
-            m_block * cfg.tile_m // cfg.pack_gqa
-        )  # query of the tile's first row: it sees keys j <= first + shift
-        seen_by_first = cutlass.min(seqlen_k, first + 1 + seqlen_k - seqlen_q)
+        seen_by_first = cutlass.min(seqlen_k, first_row + 1 + seqlen_k - seqlen_q)
     else:
-        blocks = cutlass.max((seqlen_k + cfg.tile_n - 1) // cfg.tile_n, 1)
-        own = blocks
+        end = cutlass.max((seqlen_k + tile_n - 1) // tile_n, 1)
+        own = end
         seen_by_first = seqlen_k
-    unmasked = cutlass.max(seen_by_first, 0) // cfg.tile_n
-    return blocks, blocks - own, own - cutlass.min(unmasked, own)
+    unmasked = cutlass.max(seen_by_first, 0) // tile_n
+    masked = own - cutlass.max(cutlass.min(unmasked, own), start)
+    plain_end = own - start
+    if cutlass.const_expr(cfg.window):
+        plain_end = cutlass.max(own - cutlass.max(cutlass.min(seen_by_last, own), start), masked)
+    return end, end - own, masked, plain_end, start
 
 
 @cute.jit

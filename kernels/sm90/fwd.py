@@ -1,31 +1,40 @@
-"""Forward attention on Hopper with 8-bit operands: set-up, launch and roles.
+"""Forward attention on Hopper: set-up, launch and roles, for operands of 8 and of 16 bits.
 
     O = softmax(softmax_scale * Q K^T + mask) V,  lse = log sum exp of the scores, per (batch, head)
 
 Tensors (the natural layouts of the caller; every stride is dynamic, the last one is 1):
 
-    q        (batch, seqlen_q, heads_q, head_dim)   e4m3 or int8
-    k        (batch, seqlen_k, heads_k, head_dim)   e4m3 or int8
+    q        (batch, seqlen_q, heads_q, head_dim)   e4m3, int8, bf16 or fp16
+    k        (batch, seqlen_k, heads_k, head_dim)   as q
+    o        (batch, seqlen_q, heads_q, head_dim_v) bf16 or fp16
+    lse      (batch, heads_q, seqlen_q)             float32
+
+and of 16 bits
+
+    v        (batch, seqlen_k, heads_k, head_dim_v) as q
+    slopes   (batch, heads_q)                       float32, of ALiBi; may be expanded, read only by its configurations
+    sinks    (heads_q,)                             float32, likewise
+
+of 8 bits
+
     vt       (batch, heads_k, head_dim_v, >= seqlen_k) e4m3, keys permuted in groups of 16, zeros past seqlen_k
     q_scale  (batch, heads_q, seqlen_q)             float32, may be expanded (stride 0)
     k_scale  (batch, heads_k, ceil(seqlen_k / 64))  float32, last stride 1, rows readable to a multiple of 4
     v_scale  (batch, heads_k, ceil(seqlen_k / 256)) float32, last stride 1
     lse_add  (batch, heads_q, seqlen_q)             float32, times softmax_scale added to lse (K smoothing's share)
-    o        (batch, seqlen_q, heads_q, head_dim_v) bf16 or fp16
-    lse      (batch, heads_q, seqlen_q)             float32
 
 A work tile is tile_m rows of one head; with pack_gqa, of one head of K: row r is query r // pack_gqa, head
 r % pack_gqa of the group. At most one CTA an SM runs, and takes tiles in turn (common/scheduler.py). Warpgroups
 0 .. n-1 consume (64 rows each, most registers), the last one produces: its first warp issues the TMA loads, the others
-leave at once. Loops, rings and timeline are in mainloop.py, numerics in policy_fp8.py.
+leave at once. Loops, rings and timeline are in mainloop.py, numerics in policy_fp8.py and policy_16bit.py.
 
 Shared memory: Q (tile_m, head_dim, q_stages) and K ring (tile_n, head_dim, kv_stages), where TMA fills columns from
-head_dim to a multiple of 32 with zeros; V^T ring (head_dim_v + 8, tile_n, kv_stages), whose last eight rows are a row
-of ones (the row sum of P falls out of P V) and seven of zeros; O (64, head_dim_v, warpgroups), from where TMA stores it
-while the next tile begins.
+head_dim to the next multiple of 32 with zeros; the ring of V, see the policies; O (tile_m, head_dim_v), from where TMA
+stores it while the next tile begins. Where there is no room for both, O takes the place of Q (`o_in_q`): a warpgroup's
+rows of O lie where its own rows of Q were, which no other reads.
 
-Limits: head_dim and head_dim_v multiples of 16 from 32 to 256; seqlen and work tiles up to 2^31 - 1; TMA wants 16-byte
-strides and addresses.
+Limits: head_dim and head_dim_v see config.py; seqlen and work tiles up to 2^31 - 1; TMA wants 16-byte strides and
+addresses.
 """
 
 from __future__ import annotations
@@ -33,77 +42,58 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pl
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
-from cutlass.cute.nvgpu import warpgroup as wg
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
-from ..common.mask import ROW_STEP, first_hidden_key
+from ..common.mask import ROW_STEP, sees_keys
 from ..common.scheduler import key_blocks, rounds_of, unit_coord, unit_in_round
-from ..config import SUM_ROWS, FwdConfig
-from .mainloop import Barrier, Mainloop
-from .policy_fp8 import F8, Fp8Policy
-
-
-def _swizzled(dtype, contiguous: int):
-    """Swizzle atom of a K-major tile whose contiguous extent is `contiguous` elements."""
-    return wg.make_smem_layout_atom(
-        hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, contiguous), dtype
-    )
+from ..config import Fwd16Config, FwdConfig
+from .mainloop import Barrier, Mainloop, Mainloop8bit, Mainloop16bit
+from .operands import ELEMENTS, row_major_atom
+from .policy_16bit import Policy16bit
+from .policy_fp8 import Fp8Policy
 
 
 class FwdSm90:
-    """One configuration of the kernel. Call it inside `cute.compile` with (fake) tensors."""
+    """What is the same for every precision. A subclass has the entry, which brings tensors into one form."""
 
-    def __init__(self, cfg: FwdConfig):
-        cfg.check()
+    def __init__(self, cfg: FwdConfig | Fwd16Config, policy: Fp8Policy | Policy16bit, mainloop: Mainloop):
         self.cfg = cfg
-        self.policy = Fp8Policy(cfg)
-        self.mainloop = Mainloop(cfg, self.policy)
-        self.out_type = cutlass.BFloat16 if cfg.out_dtype == "bf16" else cutlass.Float16
+        self.policy = policy
+        self.mainloop = mainloop
+        self.out_type = ELEMENTS[cfg.out_dtype]
 
     # -- host -------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def __call__(
+    def launch(
         self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        vt: cute.Tensor,
-        q_scale: cute.Tensor,
-        k_scale: cute.Tensor,
-        v_scale: cute.Tensor,
-        lse_add: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor,
-        softmax_scale: Float32,
+        q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
+        k: cute.Tensor,  # (batch, seqlen_k, heads_k, head_dim)
+        v: cute.Tensor,  # (head_dim_v, keys, heads_k, batch)
+        side,  # tuple of what else the policy reads
+        o: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
+        lse: cute.Tensor,  # (batch, heads_q, seqlen_q)
         softmax_scale_log2: Float32,
         sms: Int32,  # CTAs at most
         turn: Int32,  # key heads whose tiles are mixed in the order of work, see common/scheduler.py
         stream,
     ):
         cfg = self.cfg
-        tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.head_dim_padded, cfg.head_dim_v
+        tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.head_dim_padded, cfg.v_columns
         k = cute.make_tensor(k.iterator, cute.select(k.layout, [1, 3, 2, 0]))  # (s, d, h, b)
-        vt = cute.make_tensor(vt.iterator, cute.select(vt.layout, [2, 3, 1, 0]))  # (d, s, h, b)
         q, o = self.packed(q), self.packed(o)  # (g, s, d, h, b)
-        heads_last = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, [2, 1, 0]))  # (s, h, b)
-        k_scale, v_scale, q_scale, lse_add, lse = [
-            heads_last(t) for t in (k_scale, v_scale, q_scale, lse_add, lse)
-        ]
+        lse = heads_last(lse)
 
-        qk_type = self.policy.qk_type
-        layout_q = cute.tile_to_shape(_swizzled(qk_type, d), (tile_m, d, cfg.q_stages), order=(0, 1, 2))
-        layout_k = cute.tile_to_shape(_swizzled(qk_type, d), (tile_n, d, cfg.kv_stages), order=(0, 1, 2))
-        layout_v = cute.tile_to_shape(
-            _swizzled(F8, tile_n), (d_v + SUM_ROWS, tile_n, cfg.kv_stages), order=(0, 1, 2)
-        )
-        layout_v_box = cute.tile_to_shape(_swizzled(F8, tile_n), (d_v, cfg.v_box), order=(0, 1))
-        layout_o = cute.tile_to_shape(
-            _swizzled(self.out_type, d_v), (64, d_v, cfg.consumer_warpgroups), order=(0, 1, 2)
-        )
+        qk_type, v_type = self.policy.qk_type, self.policy.v_type
+        atom_qk = row_major_atom(qk_type, d)
+        layout_q = cute.tile_to_shape(atom_qk, (tile_m, d, cfg.q_stages), order=(0, 1, 2))
+        layout_k = cute.tile_to_shape(atom_qk, (tile_n, d, cfg.kv_stages), order=(0, 1, 2))
+        layout_v, layout_v_box = self.policy.v_layouts()
+        atom_o = row_major_atom(self.out_type, cfg.o_box)
+        layout_o = cute.tile_to_shape(atom_o, (tile_m, d_v), order=(0, 1))
+        layout_o_box = cute.tile_to_shape(atom_o, (64, cfg.o_box), order=(0, 1))
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma_q = cpasync.make_tiled_tma_atom(
             load, q, self.packed_rows(cute.select(layout_q, [0, 1]), tile_m, d), self.box(tile_m, d)
@@ -113,11 +103,11 @@ class FwdSm90:
             shared, k, cute.select(layout_k, [0, 1]), (tile_n, d), num_multicast=cfg.cluster
         )
         tma_v = cpasync.make_tiled_tma_atom(
-            shared, vt, layout_v_box, (d_v, cfg.v_box), num_multicast=cfg.cluster
+            shared, v, layout_v_box, (d_v, cfg.v_box), num_multicast=cfg.cluster
         )
         store = cpasync.CopyBulkTensorTileS2GOp()
         tma_o = cpasync.make_tiled_tma_atom(
-            store, o, self.packed_rows(cute.select(layout_o, [0, 1]), 64, d_v), self.box(64, d_v)
+            store, o, self.packed_rows(layout_o_box, 64, cfg.o_box), self.box(64, cfg.o_box)
         )
 
         @cute.struct
@@ -127,8 +117,10 @@ class FwdSm90:
             bar_v: cute.struct.MemRange[cutlass.Int64, 2 * cfg.kv_stages]
             q: cute.struct.Align[cute.struct.MemRange[qk_type, cute.cosize(layout_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[qk_type, cute.cosize(layout_k)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[F8, cute.cosize(layout_v)], 1024]
-            o: cute.struct.Align[cute.struct.MemRange[self.out_type, cute.cosize(layout_o)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[v_type, cute.cosize(layout_v)], 1024]
+            o: cute.struct.Align[
+                cute.struct.MemRange[self.out_type, 0 if cfg.o_in_q else cute.cosize(layout_o)], 1024
+            ]
 
         self.storage = Storage
         m_units = cute.ceil_div(
@@ -148,12 +140,8 @@ class FwdSm90:
             layout_k,
             layout_v,
             layout_o,
-            q_scale,
-            k_scale,
-            v_scale,
-            lse_add,
+            side,
             lse,
-            softmax_scale,
             softmax_scale_log2,
             m_units,
             turn,
@@ -198,27 +186,23 @@ class FwdSm90:
         atom_k: cute.CopyAtom,
         m_k: cute.Tensor,  # (seqlen_k, head_dim, heads_k, batch)
         atom_v: cute.CopyAtom,
-        m_v: cute.Tensor,  # (head_dim_v, padded seqlen_k, heads_k, batch)
+        m_v: cute.Tensor,  # (head_dim_v, keys, heads_k, batch)
         atom_o: cute.CopyAtom,
         m_o: cute.Tensor,  # (pack_gqa, seqlen_q, head_dim_v, heads_q / pack_gqa, batch)
         layout_q: cute.ComposedLayout,
         layout_k: cute.ComposedLayout,
         layout_v: cute.ComposedLayout,
         layout_o: cute.ComposedLayout,
-        m_q_scale: cute.Tensor,  # (seqlen_q, heads_q, batch)
-        m_k_scale: cute.Tensor,  # (groups of 64 keys, heads_k, batch)
-        m_v_scale: cute.Tensor,  # (groups of 256 keys, heads_k, batch)
-        m_lse_add: cute.Tensor,  # (seqlen_q, heads_q, batch)
+        side,  # tuple, the policy's
         m_lse: cute.Tensor,  # (seqlen_q, heads_q, batch)
-        softmax_scale: Float32,
         softmax_scale_log2: Float32,
         m_units: Int32,
         turn: Int32,
         units: Int32,
         seqlen_k: Int32,
     ):
-        cfg, g = self.cfg, self.cfg.pack_gqa
-        tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.head_dim_padded, cfg.head_dim_v
+        cfg = self.cfg
+        tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.head_dim_padded, cfg.v_columns
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -227,6 +211,7 @@ class FwdSm90:
         seqlen_q, heads_k = m_q.shape[1], m_k.shape[2]
         group = m_q.shape[3] // heads_k  # query heads, or packs of them, of a key head
         order = (m_units, group, heads_k, m_k.shape[3], turn)
+        window = self.policy.window(side)
         rounds = rounds_of(cta // cfg.cluster, ctas // cfg.cluster, units, cfg)
 
         if warp_idx == 4 * cfg.consumer_warpgroups:
@@ -236,17 +221,19 @@ class FwdSm90:
         storage = SmemAllocator().allocate(self.storage)
         s_q = storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)  # (tile_m, d, q_stages)
         s_k = storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner)  # (tile_n, d, kv_stages)
-        s_v = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)  # (d_v + 8, tile_n, kv_stages)
-        s_o = storage.o.get_tensor(layout_o.outer, swizzle=layout_o.inner)  # (64, d_v, warpgroups)
+        s_v = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)  # (rows, tile_n, kv_stages)
+        place_o = storage.q if cutlass.const_expr(cfg.o_in_q) else storage.o
+        s_o = place_o.get_tensor(layout_o.outer, swizzle=layout_o.inner)  # (tile_m, d_v)
+        qk_bytes, v_bytes = self.policy.qk_type.width // 8, self.policy.v_type.width // 8
         pipes = (
-            self.ring(storage.bar_q.data_ptr(), cfg.q_stages, tile_m * d, shared=False),
-            self.ring(storage.bar_k.data_ptr(), cfg.kv_stages, tile_n * d, shared=True),
-            self.ring(storage.bar_v.data_ptr(), cfg.kv_stages, tile_n * d_v, shared=True),
+            self.ring(storage.bar_q.data_ptr(), cfg.q_stages, tile_m * d * qk_bytes, shared=False),
+            self.ring(storage.bar_k.data_ptr(), cfg.kv_stages, tile_n * d * qk_bytes, shared=True),
+            self.ring(storage.bar_v.data_ptr(), cfg.kv_stages, tile_n * d_v * v_bytes, shared=True),
         )
-        self.fill_sum_rows(s_v, tid)
+        self.policy.prepare(s_v, tid)
         pl.pipeline_init_arrive(cluster_shape_mn=(cfg.cluster, 1), is_relaxed=True)
         pl.pipeline_init_wait(cluster_shape_mn=(cfg.cluster, 1))
-        cute.arch.sync_threads()  # all threads: mbarriers are initialised, the sum rows are written
+        cute.arch.sync_threads()  # all threads: mbarriers are initialised, the policy's rows are written
 
         if warpgroup == cfg.consumer_warpgroups:
             cute.arch.setmaxregister_decrease(cfg.producer_regs)
@@ -254,7 +241,9 @@ class FwdSm90:
                 rows = lambda t: cute.group_modes(t, 0, cute.rank(t) - 1)
                 whole, parts = cute.make_layout(1), cute.make_layout(cfg.cluster)
                 rank = 0 if cutlass.const_expr(cfg.cluster == 1) else cute.arch.block_idx_in_cluster()
-                boxes = cute.local_tile(s_v, (d_v, cfg.v_box, cfg.kv_stages), (0, None, 0))  # no sum rows
+                boxes = cute.local_tile(
+                    s_v, (d_v, cfg.v_box, cfg.kv_stages), (0, None, 0)
+                )  # not the policy's rows
                 boxes = cute.make_tensor(boxes.iterator, cute.select(boxes.layout, [0, 1, 3, 2]))
                 boxes = cute.group_modes(boxes, 0, 2)
                 state_q = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.q_stages)
@@ -262,7 +251,7 @@ class FwdSm90:
                 for r in cutlass.range(rounds, unroll=1):
                     m_block, head, batch = self.tile(r, order)
                     head_k = head // group
-                    blocks, _, _ = key_blocks(m_block, seqlen_q, seqlen_k, cfg)
+                    blocks, _, _, _, first = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
                     g_q = cute.local_tile(
                         m_q[None, None, None, head, batch], self.box(tile_m, d), (0, m_block, 0)
                     )
@@ -275,7 +264,7 @@ class FwdSm90:
                     tv_s, tv_g = cpasync.tma_partition(atom_v, rank, parts, boxes, rows(g_v))
                     state_q, state = self.mainloop.produce(
                         (atom_q, tq_g, tq_s), (atom_k, tk_g, tk_s), (atom_v, tv_g, tv_s),
-                        pipes, (state_q, state), blocks,
+                        pipes, (state_q, state), blocks, first,
                     )  # fmt: skip
                 # the producer may not leave before its last loads have been consumed
                 state_v = state.clone()
@@ -296,37 +285,32 @@ class FwdSm90:
                 pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.q_stages),
                 pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.kv_stages),
             )
+            self.mainloop.start()
             for r in cutlass.range(rounds, unroll=1):
                 m_block, head, batch = self.tile(r, order)
-                row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k)
-                blocks = key_blocks(m_block, seqlen_q, seqlen_k, cfg)
-                q_scale = cute.make_rmem_tensor(2, Float32)
-                for i in cutlass.range_constexpr(2):
-                    row = row0 + ROW_STEP * i
-                    query = cutlass.min(row // g, seqlen_q - 1)
-                    scale = m_q_scale[query, head * g + row % g, batch] * softmax_scale_log2
-                    q_scale[i] = scale * Float32(self.policy.score_unit)
+                row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
+                blocks = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
+                inputs = self.policy.tile_inputs(
+                    side, softmax_scale_log2, row0, head, head // group, batch, seqlen_q, seqlen_k
+                )
                 state = self.policy.new_state()
                 out = self.policy.new_output(tid)
-                v_scale, states = self.mainloop.consume(
-                    frags,
-                    (q_scale, m_k_scale[None, head // group, batch], m_v_scale[None, head // group, batch]),
-                    (state, limits),
-                    out,
-                    pipes,
-                    states,
-                    blocks,
-                )
+                states = self.mainloop.consume(frags, inputs, (state, limits), out, pipes, states, blocks)
                 # Computed again, from a number that the compiler cannot know to be r: at head_dim_v 256 there is no
                 # register to keep them in over the loop.
                 again = cute.arch.shuffle_sync(r, 0)
                 m_block, head, batch = self.tile(again, order)
-                row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k)
+                row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
                 self.epilogue(
-                    out, state[0], limits, v_scale, softmax_scale, row0, warpgroup, warp_idx, tid,
-                    s_o, atom_o, m_o[None, None, None, head, batch], m_block,
-                    m_lse[None, None, batch], m_lse_add[None, None, batch], head,
+                    out, state, limits, softmax_scale_log2, side, row0, warpgroup, warp_idx, tid,
+                    s_o, atom_o, m_o[None, None, None, head, batch], m_block, m_lse[None, None, batch], head, batch,
                 )  # fmt: skip
+                if cutlass.const_expr(cfg.o_in_q):
+                    state_q, stage = states
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)  # the warp that stores: O has been read
+                    pipes[0].consumer_release(state_q)  # so Q of the next tile may come
+                    state_q.advance()
+                    states = (state_q, stage)
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
     @cute.jit
@@ -343,14 +327,18 @@ class FwdSm90:
         return m_unit * size + (cta + r) % size, head, batch
 
     @cute.jit
-    def rows_of(self, m_block: Int32, seqlen_q: Int32, seqlen_k: Int32):
-        """This thread's first row of the head, the second is ROW_STEP below; limits of the causal mask, bottom-right.
+    def rows_of(self, m_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window):
+        """This thread's first row of the head, the second is ROW_STEP below; limits of the mask, bottom-right.
 
-        See `first_hidden_key` for the limits.
+        See `first_hidden_key` for the limits; window is (left, right), () without one.
         """
         tid, _, _ = cute.arch.thread_idx()
         row0 = m_block * self.cfg.tile_m + tid // 32 * 16 + tid % 32 // 4
-        return row0, (row0 // self.cfg.pack_gqa + 1 + seqlen_k - seqlen_q, seqlen_k)
+        limits = (row0 // self.cfg.pack_gqa + 1 + seqlen_k - seqlen_q, seqlen_k)
+        if cutlass.const_expr(self.cfg.window):
+            left, right = window
+            limits = (*limits, right, left)
+        return row0, limits
 
     def ring(self, barriers, stages: int, tx_bytes: int, shared: bool):
         """A TMA ring: one producer thread arrives with the byte count, one lane of each consumer warp releases.
@@ -371,27 +359,13 @@ class FwdSm90:
         )
 
     @cute.jit
-    def fill_sum_rows(self, s_v: cute.Tensor, tid: Int32):
-        """Rows head_dim_v .. head_dim_v + 7 of every V^T stage: ones, then zeros. TMA never writes them."""
-        cfg = self.cfg
-        total = SUM_ROWS * cfg.tile_n * cfg.kv_stages
-        for t in cutlass.range_constexpr(cute.ceil_div(total, cfg.threads)):
-            i = t * cfg.threads + tid
-            if i < total:
-                row = i % SUM_ROWS
-                key = i // SUM_ROWS % cfg.tile_n
-                value = Float32(1.0) if row == 0 else Float32(0.0)
-                s_v[cfg.head_dim_v + row, key, i // (SUM_ROWS * cfg.tile_n)] = value.to(F8)
-        cute.arch.fence_proxy("async.shared", space="cta")  # WGMMA reads through the async proxy
-
-    @cute.jit
     def epilogue(
         self,
         out,
-        reference: cute.Tensor,
+        state,
         limits,
-        v_scale: Float32,
-        softmax_scale: Float32,
+        softmax_scale_log2: Float32,
+        side,
         row0: Int32,
         warpgroup: Int32,
         warp_idx: Int32,
@@ -401,25 +375,24 @@ class FwdSm90:
         g_o: cute.Tensor,
         m_block: Int32,
         g_lse: cute.Tensor,
-        g_lse_add: cute.Tensor,
         head: Int32,
+        batch: Int32,
     ):
         """Normalise, write lse, and send O registers -> shared memory -> TMA store, each warpgroup its 64 rows.
 
-        TMA drops rows past seqlen_q. g_o is (pack_gqa, seqlen_q, head_dim_v), g_lse and g_lse_add (seqlen_q, heads_q).
+        TMA drops what lies past seqlen_q and head_dim_v. g_o is (pack_gqa, seqlen_q, head_dim_v), g_lse (seqlen_q,
+        heads_q).
         """
-        cfg, policy, g = self.cfg, self.policy, self.cfg.pack_gqa
+        cfg, g = self.cfg, self.cfg.pack_gqa
         lse = cute.make_rmem_tensor(2, Float32)
-        policy.finish(out, reference, limits, lse, v_scale)
+        self.policy.finish(out, state, limits, softmax_scale_log2, side, row0, head, lse)
         if cute.arch.lane_idx() % 4 == 0:  # the four lanes of a row hold the same value
             for r in cutlass.range_constexpr(2):
                 row = row0 + ROW_STEP * r
                 query, head_q = row // g, head * g + row % g
                 if query < g_lse.shape[0]:
-                    shifted = (
-                        lse[r] + softmax_scale * g_lse_add[query, head_q]
-                    )  # may be NaN; a row without keys is not
-                    g_lse[query, head_q] = shifted if first_hidden_key(limits, r, cfg) > 0 else lse[r]
+                    seen = sees_keys(limits, r, cfg)
+                    g_lse[query, head_q] = self.policy.final_lse(lse[r], seen, side, query, head_q, batch)
         cute.arch.cp_async_bulk_wait_group(
             0, read=True
         )  # the warp that stores: the last tile's O has been read
@@ -429,20 +402,18 @@ class FwdSm90:
         # From a number that the compiler cannot know to be tid, or it computes all addresses before the loops.
         tid = cute.arch.shuffle_sync(tid, cute.arch.lane_idx())
         copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out_type)
+        own = cute.local_tile(s_o, (64, cfg.v_columns), (warpgroup, 0))
         start = 0
         for i, part in enumerate(cfg.pv_parts):
-            one_warpgroup = cute.make_tiled_mma(
-                cute.make_mma_atom(wg.MmaF8Op(F8, F8, Float32, (64, part), wg.OperandSource.RMEM,
-                                              cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.K))
-            )  # fmt: skip
-            tiled_copy = cute.make_tiled_copy_C(copy_atom, one_warpgroup).get_slice(tid % 128)
+            tiled_copy = cute.make_tiled_copy_C(copy_atom, self.policy.one_warpgroup(part)).get_slice(
+                tid % 128
+            )
             values = cute.make_tensor(
                 out[i].iterator, cute.make_layout(((2, 2, part // 8), 1, 1), stride=((1, 2, 4), 0, 0))
             )  # without the sum columns
             narrow = cute.make_rmem_tensor_like(values, self.out_type)
             narrow.store(values.load().to(self.out_type))
-            target = cute.domain_offset((0, start), s_o[None, None, warpgroup])
-            target = cute.local_tile(target, (64, part), (0, 0))
+            target = cute.local_tile(cute.domain_offset((0, start), own), (64, part), (0, 0))
             cute.copy(copy_atom, tiled_copy.retile(narrow), tiled_copy.partition_D(target))
             start += part
         cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads through the async proxy
@@ -450,12 +421,83 @@ class FwdSm90:
             barrier_id=Barrier.STORE + warpgroup, number_of_threads=128
         )  # the warpgroup has staged
         if warp_idx % 4 == 0:
-            g_tile = cute.local_tile(
-                g_o, self.box(64, cfg.head_dim_v), (0, m_block * cfg.consumer_warpgroups + warpgroup, 0)
-            )
-            t_s, t_g = cpasync.tma_partition(
-                atom_o, 0, cute.make_layout(1), cute.group_modes(s_o[None, None, warpgroup], 0, 2),
-                cute.group_modes(g_tile, 0, 3),
-            )  # fmt: skip
-            cute.copy(atom_o, t_s, t_g)
+            block = m_block * cfg.consumer_warpgroups + warpgroup
+            for c in cutlass.range_constexpr(cfg.v_columns // cfg.o_box):
+                s_box = cute.local_tile(s_o, (64, cfg.o_box), (warpgroup, c))
+                g_box = cute.local_tile(g_o, self.box(64, cfg.o_box), (0, block, c))
+                t_s, t_g = cpasync.tma_partition(
+                    atom_o,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(s_box, 0, 2),
+                    cute.group_modes(g_box, 0, 3),
+                )
+                cute.copy(atom_o, t_s, t_g)
             cute.arch.cp_async_bulk_commit_group()
+
+
+class Fwd8bitSm90(FwdSm90):
+    """One 8-bit configuration. Call it inside `cute.compile` with (fake) tensors."""
+
+    def __init__(self, cfg: FwdConfig):
+        cfg.check()
+        policy = Fp8Policy(cfg)
+        super().__init__(cfg, policy, Mainloop8bit(cfg, policy))
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        vt: cute.Tensor,
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        lse_add: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor,
+        softmax_scale: Float32,
+        softmax_scale_log2: Float32,
+        sms: Int32,
+        turn: Int32,
+        stream,
+    ):
+        vt = cute.make_tensor(vt.iterator, cute.select(vt.layout, [2, 3, 1, 0]))  # (d, s, h, b)
+        side = (*[heads_last(t) for t in (q_scale, k_scale, v_scale, lse_add)], softmax_scale)
+        self.launch(q, k, vt, side, o, lse, softmax_scale_log2, sms, turn, stream)
+
+
+class Fwd16bitSm90(FwdSm90):
+    """One 16-bit configuration. Call it inside `cute.compile` with (fake) tensors."""
+
+    def __init__(self, cfg: Fwd16Config):
+        cfg.check()
+        policy = Policy16bit(cfg)
+        super().__init__(cfg, policy, Mainloop16bit(cfg, policy))
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor,
+        slopes: cute.Tensor,
+        sinks: cute.Tensor,
+        softmax_scale_log2: Float32,
+        softcap_factor: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        sms: Int32,
+        turn: Int32,
+        stream,
+    ):
+        side = (slopes, sinks, softcap_factor, window_left, window_right)
+        v = cute.make_tensor(v.iterator, cute.select(v.layout, [3, 1, 2, 0]))  # (d, s, h, b)
+        self.launch(q, k, v, side, o, lse, softmax_scale_log2, sms, turn, stream)
+
+
+def heads_last(x: cute.Tensor) -> cute.Tensor:
+    """(batch, heads, rows) -> (rows, heads, batch)."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, [2, 1, 0]))

@@ -5,23 +5,33 @@ Rings (PipelineTmaAsync; an mbarrier pair "full" / "empty" for each stage):
     name  stages     producer              full: arrives, bytes                 empty: arrives
     Q     q_stages   warp 0 of producer    TMA, tile_m * head_dim_padded        one lane of each consumer warp
     K     kv_stages  warp 0 of producer    TMA, tile_n * head_dim_padded        one lane of each consumer warp
-    V     kv_stages  warp 0 of producer    TMA, head_dim_v * tile_n (the sum    one lane of each consumer warp
-                                           rows of the tile are written once)
+    V     kv_stages  warp 0 of producer    TMA, v_columns * tile_n (the 8-bit   one lane of each consumer warp
+                                           sum rows are written once)
 
-Named barriers: see `Barrier`. The rings go on from one work tile to the next: the producer fetches Q, K and V of the
-next tile while the consumers finish this one, and the warpgroups do not wait for each other.
+Bytes are elements times their size. Named barriers: see `Barrier`. The rings go on from one work tile to the next: the
+producer fetches Q, K and V of the next tile while the consumers finish this one, and the warpgroups do not wait for
+each other but for their turns, where they have them.
 
-Steady state of one consumer warpgroup, key tiles n = last .. 0:
+8 bits. Steady state of one consumer warpgroup, key tiles n = last .. 0:
 
     QK(n) | softmax(n), pack(n) | PV(n) | fold(n)
 
 A product with nothing queued behind it costs its drain, so two splits fill the chain's gaps (see FwdConfig):
 
     qk_splits   QK of a tile is issued in parts of its keys: softmax of a part runs under the product of the next
-    pv_splits   PV in parts of the value dimension; of four parts, one is folded under the product of the next
+    pv_part     PV in parts of the value dimension; of four parts, one is folded under the product of the next
 
 S of a tile and the parts of T = P V share registers; O and P are there all along. The tensor core interleaves the
 products of the warpgroups as it likes.
+
+16 bits, with overlap (FlashAttention-3, arXiv 2407.08608, algorithm 2); nothing is in flight where the loop turns:
+
+    tensor core   QK(n) PV(n+1) .............| QK(n-1) PV(n)
+    warpgroup           | softmax(n) ....... | rescale O, pack(n) |
+
+and with ping-pong (section 3.1), a warpgroup issues QK(n) and PV(n+1) in its turn, which it then gives to the next: the
+softmax of one runs under the products of the others. Without overlap a step is QK(n), softmax(n), PV(n), and a turn is
+PV(n) and QK(n-1).
 """
 
 from __future__ import annotations
@@ -34,8 +44,10 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup as wg
 
 from ..common.mask import mask_scores
-from ..config import V_SCALE_GROUP, FwdConfig
-from .policy_fp8 import Fp8Policy, rows
+from ..config import V_SCALE_GROUP, Fwd16Config, FwdConfig
+from .operands import rows
+from .policy_16bit import Policy16bit
+from .policy_fp8 import Fp8Policy
 
 V_SCALE_SHIFT = V_SCALE_GROUP.bit_length() - 1  # key position -> its V scale
 
@@ -46,23 +58,24 @@ class Barrier(enum.IntEnum):
     STORE = (
         1  # + warpgroup: its 128 threads; the rows of O staged before have left, or those of now are staged
     )
+    TURN = 4  # + warpgroup: it and the one before it, 256 threads; the warpgroup may issue its products
 
 
 class Mainloop:
-    """Roles of one CTA for one work tile after the other; methods are traced into the kernel."""
+    """What is the same for every precision; methods are traced into the kernel. A subclass has `consume`."""
 
-    def __init__(self, cfg: FwdConfig, policy: Fp8Policy):
+    def __init__(self, cfg: FwdConfig | Fwd16Config, policy: Fp8Policy | Policy16bit):
         self.cfg = cfg
         self.policy = policy
-        self.receivers = (
-            None if cfg.cluster == 1 else cutlass.Int16((1 << cfg.cluster) - 1)
-        )  # CTAs that a load of K or V goes to
+        # CTAs that a load of K or V goes to
+        self.receivers = None if cfg.cluster == 1 else cutlass.Int16((1 << cfg.cluster) - 1)
 
     # -- producer ---------------------------------------------------------------------------------------------
 
     @cute.jit
-    def produce(self, load_q, load_k, load_v, pipes, states, blocks: Int32):
-        """Issue the TMA loads of one work tile; returns the pipeline states. Called by one whole warp.
+    def produce(self, load_q, load_k, load_v, pipes, states, blocks: Int32, first: Int32):
+        """Issue the TMA loads of one work tile, key blocks blocks - 1 .. first; returns the pipeline states. Called by
+        one whole warp.
 
         load_q/k/v are (copy atom, global partition, shared partition); V's tile comes in boxes of `v_box` keys.
         pipes are those of Q, K, V, states the producer's of Q and of K and V.
@@ -77,7 +90,7 @@ class Mainloop:
         state_q.advance()
         self.load_values(load_v, pipes, state, blocks - 1)
         state.advance()
-        for j in cutlass.range(1, blocks, unroll=1):
+        for j in cutlass.range(1, blocks - first, unroll=1):
             self.load_keys(load_k, pipes, state, blocks - 1 - j)
             self.load_values(load_v, pipes, state, blocks - 1 - j)
             state.advance()
@@ -113,6 +126,40 @@ class Mainloop:
 
     # -- consumer ---------------------------------------------------------------------------------------------
 
+    def start(self):
+        """What the consumers do before their first work tile."""
+
+    @cute.jit
+    def begin(self, frags, pipes, states, key_blocks):
+        """Wait for Q of a work tile. Returns (fragments with this Q, K/V stage of the first block, that block + 1)."""
+        pipe_q, pipe_k, pipe_v = pipes
+        state_q, stage = states
+        blocks, passed = key_blocks[0], key_blocks[1]
+        pipe_q.consumer_wait(state_q)  # TMA has filled Q
+        q_frag, k_frag, v_frags = frags
+        if const_expr(self.cfg.cluster > 1 and self.cfg.causal):
+            for _ in cutlass.range(passed, unroll=1):  # blocks of another tile of the unit
+                pipe_k.consumer_wait(stage)
+                pipe_k.consumer_release(stage)
+                pipe_v.consumer_wait(stage)
+                pipe_v.consumer_release(stage)
+                stage.advance()
+            blocks = blocks - passed
+        return (q_frag[None, None, None, state_q.index], k_frag, v_frags), stage, blocks
+
+    @cute.jit
+    def end(self, pipes, states):
+        """Let Q of a later work tile in, unless O of this one takes its place first."""
+        state_q, stage = states
+        if const_expr(not self.cfg.o_in_q):
+            pipes[0].consumer_release(state_q)  # one lane of each warp: it reads this Q no more
+            state_q.advance()
+        return state_q, stage
+
+
+class Mainloop8bit(Mainloop):
+    """Consumer of 8-bit operands."""
+
     @cute.jit
     def tile_scales(self, masking: cutlass.Constexpr, n: Int32, k_scales: cute.Tensor, v_scales: cute.Tensor):
         """Scales of key tile n: ((tile_n / 64,) of K, one of V).
@@ -140,11 +187,10 @@ class Mainloop:
         softmax_state,
         out: list,
         p: cute.Tensor,
-        v_prev: Float32,
         pipes,
         stage,
     ):
-        """One key tile; nothing is in flight before or after. Returns (V scale of the tile, next stage).
+        """One key tile; nothing is in flight before or after. Returns the next stage.
 
         stage is the consumer's pipeline state of K and V, whose rings go in step.
         """
@@ -170,7 +216,9 @@ class Mainloop:
                 mask_scores(rows(s), limits, column0, cfg)
             policy.softmax(part, s, pairs, state, q_scale, k_scale)
         policy.pack(scores[0], pairs, p)
-        ratio = v_prev * cute.arch.rcp_approx(v_scale)
+        v_unit = state[3]
+        ratio = v_unit[0] * cute.arch.rcp_approx(v_scale)
+        v_unit[0] = v_scale
         pipe_v.consumer_wait(stage)  # TMA has filled V of this tile
         depth, pv_parts = policy.pv_depth, len(cfg.pv_parts)
         slots = policy.new_slots()
@@ -185,7 +233,7 @@ class Mainloop:
                     pipe_v.consumer_release(stage)  # likewise its V
                 policy.fold(part, out[part], slots[part % depth], state[1], ratio)
         stage.advance()
-        return v_scale, stage
+        return stage
 
     @cute.jit
     def consume(self, frags, scales, softmax_state, out, pipes, states, key_blocks):
@@ -193,34 +241,197 @@ class Mainloop:
 
         frags (Q, K, V parts), scales (q_scale (2,), k_scale (groups,), v_scale (groups,)), softmax_state
         (the policy's state, limits of the mask), out: FP32 accumulators, updated in place. pipes are those of Q, K, V,
-        states the consumer's of Q and of K and V, key_blocks see scheduler.py. Returns the V scale O is in units of,
-        and the states.
+        states the consumer's of Q and of K and V, key_blocks see scheduler.py. Returns the states.
         """
-        cfg, policy = self.cfg, self.policy
-        pipe_q, pipe_k, pipe_v = pipes
-        state_q, stage = states
-        blocks, passed, masked = key_blocks
-        p = policy.new_p()
-        pipe_q.consumer_wait(state_q)  # TMA has filled Q
-        q_frag, k_frag, v_frags = frags
-        frags = (q_frag[None, None, None, state_q.index], k_frag, v_frags)
-        if const_expr(cfg.cluster > 1 and cfg.causal):
-            for _ in cutlass.range(passed, unroll=1):  # blocks of another tile of the unit
-                pipe_k.consumer_wait(stage)
-                pipe_k.consumer_release(stage)
-                pipe_v.consumer_wait(stage)
-                pipe_v.consumer_release(stage)
-                stage.advance()
-            blocks = blocks - passed
-        v_prev = scales[2][((blocks - 1) * cfg.tile_n) >> V_SCALE_SHIFT]
+        state_q, _ = states
+        p = self.policy.new_p()
+        frags, stage, blocks = self.begin(frags, pipes, states, key_blocks)
+        masked = key_blocks[2]
+        state, _ = softmax_state
+        state[3][0] = scales[2][((blocks - 1) * self.cfg.tile_n) >> V_SCALE_SHIFT]
         for j in cutlass.range(masked, unroll=1):
-            v_prev, stage = self.step(
-                True, blocks - 1 - j, frags, scales, softmax_state, out, p, v_prev, pipes, stage
-            )
+            stage = self.step(True, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, stage)
         for j in cutlass.range(masked, blocks, unroll=1):
-            v_prev, stage = self.step(
-                False, blocks - 1 - j, frags, scales, softmax_state, out, p, v_prev, pipes, stage
-            )
-        pipe_q.consumer_release(state_q)  # one lane of each warp: it reads this Q no more
-        state_q.advance()
-        return v_prev, (state_q, stage)
+            stage = self.step(False, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, stage)
+        return self.end(pipes, (state_q, stage))
+
+
+class Mainloop16bit(Mainloop):
+    """Consumer of 16-bit operands."""
+
+    @cute.jit
+    def await_turn(self):
+        """With ping-pong, wait until the warpgroup before this one has issued its products."""
+        if const_expr(self.cfg.pingpong):
+            cute.arch.barrier(barrier_id=Barrier.TURN + self.warpgroup(), number_of_threads=256)
+
+    @cute.jit
+    def pass_turn(self):
+        """With ping-pong, let the warpgroup behind this one issue its products."""
+        if const_expr(self.cfg.pingpong):
+            behind = (self.warpgroup() + 1) % self.cfg.consumer_warpgroups
+            cute.arch.barrier_arrive(barrier_id=Barrier.TURN + behind, number_of_threads=256)
+
+    @cute.jit
+    def start(self):
+        """The last warpgroup gives the first its first turn; at the end of the kernel one turn is left over."""
+        if const_expr(self.cfg.pingpong):
+            if self.warpgroup() == self.cfg.consumer_warpgroups - 1:
+                self.pass_turn()
+
+    @cute.jit
+    def warpgroup(self) -> Int32:
+        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
+
+    @cute.jit
+    def scores(self, masking: cutlass.Constexpr, n: Int32, s: cute.Tensor, limits, inputs, state):
+        """S of key tile n, complete, -> P in place."""
+        self.policy.adjust(s, n, inputs)
+        if const_expr(masking):
+            column0 = n * self.cfg.tile_n + cute.arch.lane_idx() % 4 * 2
+            mask_scores(rows(s), limits, column0, self.cfg)
+        self.policy.softmax(masking, s, state, inputs[0])
+
+    @cute.jit
+    def first_step(self, n: Int32, frags, inputs, softmax_state, p: cute.Tensor, pipes, stage):
+        """With overlap: Q K^T and softmax of the first key tile. Returns the next stage of K."""
+        policy = self.policy
+        _, pipe_k, _ = pipes
+        q_frag, k_frag, _ = frags
+        state, limits = softmax_state
+        s = policy.new_scores()
+        pipe_k.consumer_wait(stage)  # TMA has filled K of this tile
+        policy.scores(s, q_frag, k_frag, stage.index)
+        wg.wait_group(0)  # S is complete
+        pipe_k.consumer_release(stage)  # one lane of each warp: it reads this K no more
+        self.scores(True, n, s, limits, inputs, state)
+        policy.pack(s, p)
+        stage.advance()
+        return stage
+
+    @cute.jit
+    def overlapped_step(
+        self,
+        masking: cutlass.Constexpr,
+        n: Int32,
+        frags,
+        inputs,
+        softmax_state,
+        out,
+        p: cute.Tensor,
+        pipes,
+        stages,
+    ):
+        """Q K^T and softmax of key tile n, and P V of the tile before, whose P is in `p`; nothing is in flight before
+        or after. Returns the next stages of K and V.
+        """
+        policy = self.policy
+        _, pipe_k, pipe_v = pipes
+        q_frag, k_frag, v_frag = frags
+        state, limits = softmax_state
+        stage_k, stage_v = stages
+        s = policy.new_scores()
+        pipe_k.consumer_wait(stage_k)  # TMA has filled K of this tile
+        self.await_turn()
+        policy.scores(s, q_frag, k_frag, stage_k.index)
+        pipe_v.consumer_wait(stage_v)  # TMA has filled V of the tile before
+        policy.product(p, v_frag, stage_v.index, out)
+        self.pass_turn()
+        wg.wait_group(1)  # S is complete, P V goes on
+        pipe_k.consumer_release(stage_k)  # one lane of each warp: it reads this K no more
+        self.scores(masking, n, s, limits, inputs, state)
+        wg.wait_group(0)  # P V is complete: O and P are free
+        pipe_v.consumer_release(stage_v)  # likewise its V
+        policy.rescale(out, state)
+        policy.pack(s, p)
+        stage_k.advance()
+        stage_v.advance()
+        return stage_k, stage_v
+
+    @cute.jit
+    def last_step(self, frags, out, p: cute.Tensor, pipes, stage):
+        """With overlap: P V of the last key tile."""
+        _, _, pipe_v = pipes
+        pipe_v.consumer_wait(stage)  # TMA has filled V of the last tile
+        self.policy.product(p, frags[2], stage.index, out)
+        wg.wait_group(0)  # O is complete
+        pipe_v.consumer_release(stage)  # one lane of each warp: it reads this V no more
+
+    @cute.jit
+    def step(
+        self,
+        masking: cutlass.Constexpr,
+        n: Int32,
+        frags,
+        inputs,
+        softmax_state,
+        out,
+        p: cute.Tensor,
+        pipes,
+        stage,
+    ):
+        """Without overlap: key tile n; nothing is in flight before or after. Returns the next stage of K and V."""
+        policy = self.policy
+        _, pipe_k, pipe_v = pipes
+        q_frag, k_frag, v_frag = frags
+        state, limits = softmax_state
+        s = policy.new_scores()
+        pipe_k.consumer_wait(stage)  # TMA has filled K of this tile
+        policy.scores(s, q_frag, k_frag, stage.index)
+        self.pass_turn()
+        wg.wait_group(0)  # S is complete
+        pipe_k.consumer_release(stage)  # one lane of each warp: it reads this K no more
+        self.scores(masking, n, s, limits, inputs, state)
+        policy.rescale(out, state)
+        policy.pack(s, p)
+        pipe_v.consumer_wait(stage)  # TMA has filled V of this tile
+        self.await_turn()  # for this product and Q K^T of the next tile
+        policy.product(p, v_frag, stage.index, out)
+        wg.wait_group(0)  # P V is complete: O and P are free
+        pipe_v.consumer_release(stage)  # likewise its V
+        stage.advance()
+        return stage
+
+    @cute.jit
+    def consume(self, frags, inputs, softmax_state, out, pipes, states, key_blocks):
+        """All key tiles of one work tile, from the highest keys down; arguments as those of `Mainloop8bit.consume`."""
+        cfg = self.cfg
+        state_q, _ = states
+        p = self.policy.new_p()
+        frags, stage, blocks = self.begin(frags, pipes, states, key_blocks)
+        _, _, masked, plain_end, last = key_blocks
+        steps = blocks - last
+        if const_expr(cfg.overlap):
+            stages = (stage, stage.clone())
+            stage = self.first_step(blocks - 1, frags, inputs, softmax_state, p, pipes, stages[0])
+            stages = (stage, stages[1])
+            first = cutlass.max(masked, 1)
+            if const_expr(cfg.causal or cfg.window):  # else one block at most has a mask
+                for j in cutlass.range(1, first, unroll=1):
+                    stages = self.overlapped_step(
+                        True, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stages
+                    )
+            for j in cutlass.range(first, plain_end, unroll=1):
+                stages = self.overlapped_step(
+                    False, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stages
+                )
+            if const_expr(cfg.window):
+                for j in cutlass.range(cutlass.max(first, plain_end), steps, unroll=1):
+                    stages = self.overlapped_step(
+                        True, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stages
+                    )
+            stage, stage_v = stages
+            self.last_step(frags, out, p, pipes, stage_v)
+        else:
+            self.await_turn()
+            for j in cutlass.range(masked, unroll=1):
+                stage = self.step(True, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stage)
+            for j in cutlass.range(masked, plain_end, unroll=1):
+                stage = self.step(False, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stage)
+            if const_expr(cfg.window):
+                for j in cutlass.range(plain_end, steps, unroll=1):
+                    stage = self.step(
+                        True, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stage
+                    )
+            self.pass_turn()
+        return self.end(pipes, (state_q, stage))

@@ -39,7 +39,7 @@ from cutlass import Float32, Int8, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wg
 
-from ..common.mask import first_hidden_key
+from ..common.mask import ROW_STEP, first_hidden_key
 from ..config import (
     CODE_BIAS,
     CODE_LSE_BIAS,
@@ -53,6 +53,7 @@ from ..config import (
     UNSET_SHIFT,
     FwdConfig,
 )
+from .operands import opaque_zero, product_rn, row_major_atom, row_max, rows
 
 F8 = cutlass.Float8E4M3FN
 
@@ -71,20 +72,6 @@ def code_pair(a: Float32, b: Float32) -> Uint32:
 
 
 @cute.jit
-def product_rn(a: Float32, b: Float32) -> Float32:
-    """a * b rounded by itself, where contraction into an FMA would be wrong."""
-    return cute.arch.inline_ptx(
-        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
-    )
-
-
-@cute.jit
-def opaque_zero() -> Float32:
-    """Zero, set where it is called: a constant would be set behind the fence of the product that names it."""
-    return cute.arch.inline_ptx("mov.f32 {$w0}, 0f00000000;", write_only_types=[Float32])
-
-
-@cute.jit
 def max_pair(a: Uint32, b: Uint32) -> Uint32:
     """Maximum of each half; ptxas joins two of them into one instruction."""
     return cute.arch.inline_ptx(
@@ -100,18 +87,13 @@ def code_word(low: Uint32, high: Uint32) -> Uint32:
     )
 
 
-@cute.jit
-def rows(acc: cute.Tensor) -> cute.Tensor:
-    """A warpgroup accumulator ((2, 2, n/8), 1, 1) as (2 rows, (2, n/8) columns) of the thread."""
-    return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, cute.size(acc) // 4)), stride=(2, (1, 4))))
-
-
 class Fp8Policy:
     """Matrix products and softmax of one configuration; methods are traced into the kernel."""
 
     def __init__(self, cfg: FwdConfig):
         self.cfg = cfg
         self.qk_type = F8 if cfg.qk_dtype == "e4m3" else Int8
+        self.v_type = F8
         self.int8 = cfg.qk_dtype == "int8"
         self.part_keys = cfg.tile_n // cfg.qk_splits
         self.code = cfg.p_rounding == "code"
@@ -140,6 +122,68 @@ class Fp8Policy:
         k_major = OperandMajorMode.K
         op = wg.MmaF8Op(F8, F8, Float32, (64, n), wg.OperandSource.RMEM, k_major, k_major)
         return cute.make_tiled_mma(cute.make_mma_atom(op), (self.cfg.consumer_warpgroups, 1, 1))
+
+    def window(self, side):
+        """There is no sliding window."""
+        return ()
+
+    def one_warpgroup(self, n: int) -> cute.TiledMma:
+        """A product of 64 rows and n columns, for its accumulator's layout."""
+        k_major = OperandMajorMode.K
+        op = wg.MmaF8Op(F8, F8, Float32, (64, n), wg.OperandSource.RMEM, k_major, k_major)
+        return cute.make_tiled_mma(cute.make_mma_atom(op))
+
+    def v_layouts(self):
+        """Shared memory of V^T: the ring (head_dim_v + SUM_ROWS, tile_n, kv_stages), and one TMA box of it."""
+        cfg = self.cfg
+        atom = row_major_atom(F8, cfg.tile_n)
+        ring = cute.tile_to_shape(
+            atom, (cfg.head_dim_v + SUM_ROWS, cfg.tile_n, cfg.kv_stages), order=(0, 1, 2)
+        )
+        return ring, cute.tile_to_shape(atom, (cfg.head_dim_v, cfg.v_box), order=(0, 1))
+
+    @cute.jit
+    def prepare(self, s_v: cute.Tensor, tid: Int32):
+        """Rows head_dim_v .. head_dim_v + 7 of every V^T stage: ones, then zeros. TMA never writes them.
+
+        The row of ones yields the row sum of P as a column of P V.
+        """
+        cfg = self.cfg
+        total = SUM_ROWS * cfg.tile_n * cfg.kv_stages
+        for t in cutlass.range_constexpr(cute.ceil_div(total, cfg.threads)):
+            i = t * cfg.threads + tid
+            if i < total:
+                row = i % SUM_ROWS
+                key = i // SUM_ROWS % cfg.tile_n
+                value = Float32(1.0) if row == 0 else Float32(0.0)
+                s_v[cfg.head_dim_v + row, key, i // (SUM_ROWS * cfg.tile_n)] = value.to(F8)
+        cute.arch.fence_proxy("async.shared", space="cta")  # WGMMA reads through the async proxy
+
+    @cute.jit
+    def tile_inputs(
+        self,
+        side,
+        softmax_scale_log2: Float32,
+        row0: Int32,
+        head: Int32,
+        head_k: Int32,
+        batch: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+    ):
+        """Scales of a work tile: of this thread's two rows of Q, with all that multiplies a score; of K; of V.
+
+        side is (q_scale, k_scale, v_scale, lse_add, softmax_scale), each tensor (rows or groups, heads, batch).
+        """
+        m_q_scale, m_k_scale, m_v_scale, _, _ = side
+        g = self.cfg.pack_gqa
+        q_scale = cute.make_rmem_tensor(2, Float32)
+        for i in cutlass.range_constexpr(2):
+            row = row0 + ROW_STEP * i
+            query = cutlass.min(row // g, seqlen_q - 1)
+            scale = m_q_scale[query, head * g + row % g, batch] * softmax_scale_log2
+            q_scale[i] = scale * Float32(self.score_unit)
+        return q_scale, m_k_scale[None, head_k, batch], m_v_scale[None, head_k, batch]
 
     def v_fragments(self, sv: cute.Tensor, tid: Int32) -> list:
         """B fragments of V^T for each part: sv is (head_dim_v + SUM_ROWS, tile_n, kv_stages) in shared memory.
@@ -183,7 +227,7 @@ class Fp8Policy:
         return cute.make_rmem_tensor(self.cfg.tile_n // 4, Uint32)
 
     def new_state(self):
-        """Per-row state of the softmax: (reference (2,), rescale (2,), guard (1,)).
+        """State of a work tile: (reference (2,), rescale (2,), guard (1,), V scale that O is in units of (1,)).
 
         By exp2, `reference` is the reference itself, -inf before any visible key. By code it is what the FMA adds,
         (CODE_BIAS - 8 reference) * 2^-24, or UNSET_SHIFT: one register a row for both.
@@ -194,7 +238,7 @@ class Fp8Policy:
         reference.fill(UNSET_SHIFT if self.code else -Float32.inf)
         rescale.fill(1.0)
         guard.fill(GUARD_UNSET)
-        return reference, rescale, guard
+        return reference, rescale, guard, cute.make_rmem_tensor(1, Float32)
 
     # -- products ---------------------------------------------------------------------------------------------
 
@@ -288,7 +332,7 @@ class Fp8Policy:
         state    see `new_state`; rescale is set to 2^(old - new reference)
         q_scale  (2,) q_scale * softmax_scale * log2(e);  k_scale (tile_n / 64,)
         """
-        reference, rescale, _ = state
+        reference, rescale, _, _ = state
         s = rows(acc)
         per_group = K_SCALE_GROUP // 4  # columns of a K scale group in one thread
         groups = self.cfg.k_groups
@@ -301,7 +345,7 @@ class Fp8Policy:
                     # logits miss it by whole octaves
                     s[r, i] = product_rn(s[r, i], factor)
                     tile_max = cute.arch.fmax(tile_max, s[r, i])
-            tile_max = self.integral(self.row_max(tile_max))
+            tile_max = self.integral(row_max(tile_max))
             new = cute.arch.fmax(reference[r], tile_max)
             finite = Float32(0.0) if new == -Float32.inf else new
             rescale[r] = cute.math.exp2(reference[r] - finite, fastmath=True)
@@ -313,13 +357,6 @@ class Fp8Policy:
     def factor(self, q_scale: Float32, k_scale: Float32) -> Float32:
         """Score units of a K scale group in a row; never 0, NaN stays."""
         return cute.arch.fmax(q_scale * k_scale, Float32(SMALLEST_FACTOR), nan=True)
-
-    @cute.jit
-    def row_max(self, value: Float32, nan: cutlass.Constexpr = False) -> Float32:
-        """Maximum over the four lanes that hold a row."""
-        for step in cutlass.range_constexpr(2):
-            value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1 << step), nan=nan)
-        return value
 
     @cute.jit
     def integral(self, x: Float32) -> Float32:
@@ -344,7 +381,7 @@ class Fp8Policy:
         state    see `new_state`; rescale is set to 2^(old - new reference) over the parts of a tile
         q_scale  (2,) q_scale * softmax_scale * log2(e) * 8 * 2^-24;  k_scale (tile_n / 64,)
         """
-        shift, rescale, guard = state
+        shift, rescale, guard, _ = state
         s = rows(acc)
         columns = self.cfg.check_keys // 4  # columns of a check in one thread
         if const_expr(part == 0):
@@ -389,14 +426,14 @@ class Fp8Policy:
         A row needs one if it has none and now sees a key, or if a code passes 126. Its codes of this check (columns
         from `first` on) are computed again; those before them in the tile fall by the same whole octaves, exactly.
         """
-        shift, rescale, guard = state
+        shift, rescale, guard, _ = state
         columns = self.cfg.check_keys // 4
         guard[0] = Int32(GUARD_SET)
         for r in cutlass.range_constexpr(2):
             top = s[r, first]
             for i in cutlass.range_constexpr(first + 1, first + columns):
                 top = cute.arch.fmax(top, s[r, i], nan=True)
-            top = self.row_max(top, nan=True)  # NaN: the row ends as NaN
+            top = row_max(top, nan=True)  # NaN: the row ends as NaN
             unset = shift[r] == Float32(UNSET_SHIFT)
             seen = top != -Float32.inf
             excess = (top * Float32(1.0 / CODE_UNIT) - Float32(CODE_BIAS)) * Float32(0.125)  # octaves
@@ -479,17 +516,28 @@ class Fp8Policy:
     # -- finish -----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def finish(self, out: list, reference: cute.Tensor, limits, lse: cute.Tensor, v_scale: Float32):
+    def finish(
+        self,
+        out: list,
+        state,
+        limits,
+        softmax_scale_log2: Float32,
+        side,
+        row0: Int32,
+        head: Int32,
+        lse: cute.Tensor,
+    ):
         """Divide by the row sum, apply the last V scale; lse (2,) in natural log.
 
         A row without keys gives 0 and -inf. One with keys whose sum is 0 has left float32's range: NaN, not 0.
         """
+        reference, _, _, v_scale = state
         last = rows(out[len(out) - 1])
         for r in cutlass.range_constexpr(2):
             total = last[r, self.sum_column]  # held by lanes with lane % 4 == 0
             total = cute.arch.shuffle_sync(total, offset=cute.arch.lane_idx() // 4 * 4)
             empty = first_hidden_key(limits, r, self.cfg) <= 0
-            inverse = v_scale * cute.arch.rcp_approx(total)  # 0 * inf below: NaN
+            inverse = v_scale[0] * cute.arch.rcp_approx(total)  # 0 * inf below: NaN
             ref = reference[r]
             if const_expr(self.code):
                 ref = (Float32(CODE_BIAS) - ref * Float32(1.0 / CODE_UNIT)) * Float32(0.125)
@@ -501,3 +549,10 @@ class Fp8Policy:
                 o = rows(out[part])
                 for i in cutlass.range_constexpr(self.cfg.pv_parts[part] // 4):
                     o[r, i] = Float32(0.0) if empty else o[r, i] * inverse
+
+    @cute.jit
+    def final_lse(self, lse: Float32, sees_keys, side, query: Int32, head_q: Int32, batch: Int32) -> Float32:
+        """lse with K smoothing's share, which may be NaN; that of a row without keys stays -inf."""
+        _, _, _, m_lse_add, softmax_scale = side
+        shifted = lse + softmax_scale * m_lse_add[query, head_q, batch]
+        return shifted if sees_keys else lse

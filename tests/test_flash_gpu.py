@@ -1,0 +1,362 @@
+"""The 16-bit forward kernel on a Hopper GPU, against float64.
+
+The bound of an error is that of torch's own arithmetic in 16 bits on the same inputs: both round P and O, the kernel
+nothing else. Outputs are poisoned before every launch: what the kernel does not write stays NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, launch
+from cute_attn.compile import compile_kernel
+from cute_attn.flash import reference
+from cute_attn.kernels.config import Fwd16Config
+from cute_attn.plan import forward16_config
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+BF16, FP16 = torch.bfloat16, torch.float16
+NAMES = {BF16: "bf16", FP16: "fp16"}
+LSE_ERROR = 1e-3  # absolute, and relative to lse
+
+# (head_dim, head_dim_v)
+DIMS = (
+    (32, 32),
+    (40, 72),
+    (64, 64),
+    (80, 80),
+    (96, 96),
+    (120, 128),
+    (128, 128),
+    (136, 136),
+    (160, 64),
+    (192, 128),
+)
+DIMS += ((192, 192), (224, 248), (256, 256))
+# batch, seqlen_q, seqlen_k, heads_q, heads_k
+SHAPES = (
+    (1, 1, 1, 1, 1),
+    (2, 200, 333, 4, 2),
+    (1, 300, 100, 2, 1),
+    (1, 130, 1000, 6, 2),
+    (1, 1, 257, 8, 1),
+    (2, 128, 512, 3, 3),
+    (1, 65, 63, 8, 1),
+    (3, 129, 129, 1, 1),
+)
+WINDOWS = ((0, 0), (17, 0), (200, 31), (-1, 40), (100, -1), (5000, 5000))
+
+VARIANTS = [
+    replace(
+        forward16_config(d, d, "bf16", causal=causal), overlap=overlap, pingpong=pingpong, skip_rescale=skip
+    )
+    for d in (64, 128, 256)
+    for causal in (False, True)
+    for overlap, pingpong, skip in (
+        (True, True, False),
+        (True, False, True),
+        (False, True, True),
+        (False, False, False),
+    )
+]
+CLUSTERS = [
+    replace(forward16_config(d, d, "bf16", causal=causal), cluster=2)
+    for d in (64, 128, 256)
+    for causal in (False, True)
+]
+
+
+def plans() -> list[Fwd16Config]:
+    """Most of what the tests below launch."""
+    masked = [
+        forward16_config(d, v, dtype, causal=causal)
+        for d, v in DIMS
+        for causal in (False, True)
+        for dtype in (("bf16", "fp16") if d in (64, 128) else ("bf16",))
+    ]
+    features = [
+        forward16_config(d, d, "bf16", **{"window": True, feature: True})
+        for d in (64, 128, 256)
+        for feature in ("window", "softcap", "alibi", "sinks")
+    ]
+    return [*masked, *features, *VARIANTS, *CLUSTERS]
+
+
+def compile_one(config: Fwd16Config) -> None:
+    """Compile into the disk cache. A kernel itself does not travel between processes."""
+    compile_kernel(config)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """Kernels compiled side by side. A failure is left to the test that needs the kernel, which compiles it again."""
+    workers = min(14, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for future in [pool.submit(compile_one, config) for config in dict.fromkeys(plans())]:
+            future.exception()
+
+
+class PoisonedTorch:
+    """torch, but what `empty` returns holds NaN."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *args: Any, **options: Any) -> Tensor:
+        x = torch.empty(*args, **options)
+        return x.fill_(math.nan)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "torch", PoisonedTorch())
+
+
+def tensors(
+    shape: tuple[int, ...], head_dim: int, head_dim_v: int, dtype: torch.dtype = BF16
+) -> list[Tensor]:
+    """N(0, 1) q, k, v; V has a mean, so that errors of the row sum show."""
+    batch, seqlen_q, seqlen_k, heads_q, heads_k = shape
+    q, k, v = (
+        torch.randn(batch, s, h, d, device=DEVICE)
+        for s, h, d in (
+            (seqlen_q, heads_q, head_dim),
+            (seqlen_k, heads_k, head_dim),
+            (seqlen_k, heads_k, head_dim_v),
+        )
+    )
+    return [q.to(dtype), k.to(dtype), (v + 0.5).to(dtype)]
+
+
+def check(got: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    """`got` (out, lse) against float64; errors at most twice those of torch in 16 bits."""
+    out, lse = got
+    options.setdefault("softmax_scale", 1.0 / math.sqrt(q.shape[3]))
+    exact, exact_lse = reference(q, k, v, dtype=torch.float64, **options)
+    rough, _ = reference(q, k, v, dtype=q.dtype, **options)
+    assert out.dtype == q.dtype and out.shape == exact.shape and lse.dtype == torch.float32
+    bound = (rough.double() - exact).abs().max().item()
+    step = torch.finfo(q.dtype).eps * exact.abs().max().item()  # where torch happens to be exact
+    error = (out.double() - exact).abs().max().item()
+    assert error <= 2.0 * bound + step, f"error {error:.3e}, torch's {bound:.3e}"
+    empty = exact_lse == -math.inf
+    assert torch.equal(lse == -math.inf, empty)
+    assert bool((out.transpose(1, 2)[empty] == 0).all())
+    assert torch.allclose(lse[~empty].double(), exact_lse[~empty], rtol=LSE_ERROR, atol=LSE_ERROR)
+
+
+def test_poison_is_nan() -> None:
+    assert bool(PoisonedTorch().empty((2, 3), dtype=BF16, device=DEVICE).isnan().all())
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_head_dims(dims: tuple[int, int], causal: bool) -> None:
+    for shape in SHAPES:
+        q, k, v = tensors(shape, *dims)
+        got = flash_attn_func(q, k, v, causal=causal, return_lse=True)
+        check(got, q, k, v, window=(-1, 0 if causal else -1))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_fp16(head_dim: int, causal: bool) -> None:
+    for shape in SHAPES:
+        q, k, v = tensors(shape, head_dim, head_dim, FP16)
+        check(
+            flash_attn_func(q, k, v, causal=causal, return_lse=True),
+            q,
+            k,
+            v,
+            window=(-1, 0 if causal else -1),
+        )
+
+
+@pytest.mark.parametrize("config", [*VARIANTS, *CLUSTERS], ids=lambda config: config.name)
+def test_variants_and_several_tiles_a_cta(config: Fwd16Config) -> None:
+    """Few CTAs, each with many tiles: rings, turns and the staging of O go on from tile to tile."""
+    for shape, sms in (((2, 700, 1500, 4, 2), 4), ((1, 333, 90, 3, 1), 2), ((1, 2000, 2000, 3, 3), 6)):
+        q, k, v = tensors(shape, config.head_dim, config.head_dim_v)
+        got = launch.launch_forward16(q, k, v, config, softmax_scale=0.1, sms=sms)
+        check(got, q, k, v, softmax_scale=0.1, window=(-1, 0 if config.causal else -1))
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_packed_rows_are_the_same(group: int, causal: bool) -> None:
+    q, k, v = tensors((2, 77, 300, 16, 2), 128, 128)
+    config = replace(forward16_config(128, 128, "bf16", causal=causal), pack_gqa=group)
+    got = launch.launch_forward16(q, k, v, config, softmax_scale=0.1)
+    check(got, q, k, v, softmax_scale=0.1, window=(-1, 0 if causal else -1))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_window(window: tuple[int, int], head_dim: int) -> None:
+    for shape in (*SHAPES, (1, 1000, 1000, 4, 2), (1, 500, 2000, 2, 2)):
+        q, k, v = tensors(shape, head_dim, head_dim)
+        check(flash_attn_func(q, k, v, window_size=window, return_lse=True), q, k, v, window=window)
+        got = flash_attn_func(q, k, v, causal=True, window_size=window, return_lse=True)
+        check(got, q, k, v, window=(window[0], 0))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_softcap_alibi_sinks(head_dim: int) -> None:
+    """One by one and together, causal and with a window, GQA."""
+    q, k, v = tensors((2, 300, 700, 8, 2), head_dim, head_dim)
+    q = q * 3
+    slopes = torch.rand(2, 8, device=DEVICE)
+    sinks = torch.randn(8, device=DEVICE) * 4
+    for options in (
+        {"softcap": 10.0},
+        {"alibi_slopes": slopes},
+        {"sinks": sinks},
+        {"softcap": 20.0, "alibi_slopes": slopes, "sinks": sinks},
+    ):
+        for window in ((-1, -1), (-1, 0), (100, 20)):
+            got = flash_attn_func(q, k, v, window_size=window, return_lse=True, **options)
+            check(got, q, k, v, window=window, **options)
+
+
+def test_slopes_of_heads_serve_every_batch() -> None:
+    q, k, v = tensors((2, 100, 100, 4, 4), 64, 64)
+    slopes = torch.rand(4, device=DEVICE)
+    got = flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes, return_lse=True)
+    check(got, q, k, v, window=(-1, 0), alibi_slopes=slopes.expand(2, 4))
+
+
+def test_sinks_of_rows_without_keys() -> None:
+    q, k, v = tensors((1, 200, 60, 2, 2), 64, 64)
+    sinks = torch.tensor([1.5, -math.inf], device=DEVICE)
+    out, lse = flash_attn_func(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    assert bool((out[:, :140] == 0).all())
+    assert torch.allclose(lse[0, 0, :140], torch.tensor(1.5, device=DEVICE))
+    assert bool((lse[0, 1, :140] == -math.inf).all())
+    check((out[:, 140:], lse[..., 140:]), q[:, 140:], k, v, window=(-1, 0), sinks=sinks)
+
+
+def test_saturated_softcap() -> None:
+    q, k, v = tensors((1, 256, 256, 2, 2), 128, 128)
+    got = flash_attn_func(q * 50, k, v, causal=True, softcap=10.0, return_lse=True)
+    check(got, q * 50, k, v, window=(-1, 0), softcap=10.0)
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.2, 0.0, 1e-30, 30.0])
+def test_softmax_scale_of_any_sign(scale: float) -> None:
+    q, k, v = tensors((1, 200, 300, 2, 1), 128, 128)
+    check(flash_attn_func(q, k, v, softmax_scale=scale, return_lse=True), q, k, v, softmax_scale=scale)
+
+
+@pytest.mark.parametrize("keys", [1, 2, 300])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_very_low_logits(keys: int, causal: bool) -> None:
+    """All scores far below any finite stand-in for -inf."""
+    q = torch.full((1, 1, 32, 128), 64.0, dtype=BF16, device=DEVICE)
+    k = torch.full((1, keys, 32, 128), -64.0, dtype=BF16, device=DEVICE)
+    out, lse = flash_attn_func(q, k, torch.ones_like(k), causal=causal, return_lse=True)
+    assert bool((out == 1.0).all())
+    assert torch.allclose(lse, torch.tensor(-46340.95 + math.log(keys), device=DEVICE), atol=0.02)
+
+
+@pytest.mark.parametrize("keys", [1, 200, 1000])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_huge_equal_logits(keys: int, dtype: torch.dtype) -> None:
+    value = 133120.0 if dtype == BF16 else 60000.0
+    x = torch.full((1, keys, 1, 64), value, dtype=dtype, device=DEVICE)
+    out, lse = flash_attn_func(x[:, :1], x, x, return_lse=True)
+    assert bool((out == value).all())
+    expected = torch.tensor(value * value * 8.0, dtype=torch.float64, device=DEVICE)
+    assert torch.allclose(lse.double(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [50.0, 500.0, 5000.0])
+def test_large_logits_across_tiles(size: float) -> None:
+    """Rows that take the slow path beside rows that do not, maxima that move between tiles."""
+    q, k, v = tensors((1, 300, 1000, 2, 2), 64, 64)
+    q[:, ::3] *= size
+    k *= torch.linspace(0.1, 3.0, 1000, device=DEVICE).view(1, -1, 1, 1).to(BF16)
+    check(flash_attn_func(q, k, v, causal=True, return_lse=True), q, k, v, window=(-1, 0))
+
+
+def test_strided_views() -> None:
+    qkv = torch.randn(2, 300, 3, 4, 64, device=DEVICE).to(BF16)
+    q, k, v = qkv.unbind(2)
+    check(flash_attn_qkvpacked_func(qkv, causal=True, return_lse=True), q, k, v, window=(-1, 0))
+    check(flash_attn_kvpacked_func(q, qkv[:, :, 1:], return_lse=True), q, k, v)
+    q, k, v = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)
+    )  # (batch, heads, seqlen, dim)
+    check(flash_attn_func(q, k, v, return_lse=True), q, k, v)
+    odd = torch.randn(2, 300, 4, 67, device=DEVICE).to(BF16)[..., 3:]  # neither address nor strides for TMA
+    check(flash_attn_func(odd, odd, odd, return_lse=True), odd, odd, odd)
+    shared = k[:1].expand(2, -1, -1, -1)
+    check(flash_attn_func(q, shared, shared, return_lse=True), q, shared, shared)
+
+
+def test_nothing_is_read_past_the_end() -> None:
+    """What lies behind q, k and v in memory is NaN."""
+    for d in (40, 72, 128):
+        parts = []
+        for s in (130, 200, 200):
+            room = torch.full((s * d + 4096,), math.nan, dtype=BF16, device=DEVICE)
+            room[: s * d] = torch.randn(s * d, device=DEVICE).to(BF16)
+            parts.append(room[: s * d].view(1, s, 1, d))
+        check(flash_attn_func(*parts, return_lse=True), *parts)
+
+
+def test_nan_stays_visible() -> None:
+    q, k, v = tensors((1, 200, 300, 1, 1), 128, 128)
+    q[0, 5] = math.nan
+    out, lse = flash_attn_func(q, k, v, return_lse=True)
+    assert bool(out[0, 5].isnan().all()) and bool(lse[0, 0, 5].isnan())
+    rest = torch.arange(200, device=DEVICE) != 5
+    check((out[:, rest], lse[..., rest]), q[:, rest], k, v)
+
+
+def test_no_keys_and_no_rows() -> None:
+    q, k, v = tensors((2, 8, 0, 4, 2), 128, 64)
+    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert out.shape == (2, 8, 4, 64) and bool((out == 0).all()) and bool((lse == -math.inf).all())
+    assert flash_attn_func(q[:0], k[:0], v[:0]).shape == (0, 8, 4, 64)
+
+
+def test_many_heads() -> None:
+    q, k, v = (torch.rand(1, 3, 71280, 128, device=DEVICE).to(BF16) for _ in range(3))
+    out, lse = flash_attn_func(q, k, v, return_lse=True)
+    for head in (0, 65535, 65536, 71279):
+        one = slice(head, head + 1)
+        check((out[:, :, one], lse[:, one]), *(x[:, :, one] for x in (q, k, v)))
+
+
+def test_runs_repeat_to_the_bit_and_follow_the_stream() -> None:
+    q, k, v = tensors((1, 1000, 1000, 8, 2), 128, 128)
+    first = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    for _ in range(5):
+        again = flash_attn_func(q, k, v, causal=True, return_lse=True)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flash_attn_func(q, k, v, causal=True)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, flash_attn_func(q, k, v, causal=True))
+
+
+def test_the_plain_tile_and_shape_that_benchmarks_use() -> None:
+    for head_dim in (64, 128, 256):
+        for causal in (False, True):
+            q, k, v = tensors((1, 4096, 4096, 2, 2), head_dim, head_dim)
+            got = flash_attn_func(q, k, v, causal=causal, return_lse=True)
+            check(got, q, k, v, window=(-1, 0 if causal else -1))
