@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from cute_attn.api import explain, flash_attn_fp8_func, fp8_attention, fp8_attention_quantized, quantize
-    from cute_attn.flash import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+    from cute_attn.flash import (
+        flash_attn_func,
+        flash_attn_kernel,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+    )
     from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV
 
     __version__: str
@@ -26,6 +31,7 @@ __all__ = [
     "explain",
     "flash_attn_fp8_func",
     "flash_attn_func",
+    "flash_attn_kernel",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "fp8_attention",
@@ -40,6 +46,7 @@ _HOME: Final = {
     "explain": "cute_attn.api",
     "flash_attn_fp8_func": "cute_attn.api",
     "flash_attn_func": "cute_attn.flash",
+    "flash_attn_kernel": "cute_attn.flash",
     "flash_attn_kvpacked_func": "cute_attn.flash",
     "flash_attn_qkvpacked_func": "cute_attn.flash",
     "fp8_attention": "cute_attn.api",

@@ -18,7 +18,13 @@ from cute_attn.kernels.config import HEAD_DIMS_16BIT, Fwd16Config
 from cute_attn.plan import DTYPE_NAMES, forward16_config
 from cute_attn.problem import device_capability
 
-__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "reference"]
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kernel",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "reference",
+]
 
 BACKENDS: Final = ("auto", "sm90", "reference")
 _FLOAT32: Final = torch.finfo(torch.float32)
@@ -93,6 +99,30 @@ def flash_attn_func(
     _check_forward_only({"q": q, "k": k, "v": v, **side})
     out, lse = _attend(q, k, v, plan, alibi_slopes, sinks)
     return (out, lse) if return_lse else out
+
+
+def flash_attn_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    backend: str = "auto",
+) -> str:
+    """Name of the kernel that `flash_attn_func` runs with these arguments, without running it.
+
+    Args: as those of `flash_attn_func`, with the same shapes. The name holds what the kernel is compiled for: operands,
+    head_dim, mask, features, tile, options of the main loop; "reference" where no kernel runs.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
+    """
+    side = {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    plan = _plan(q, k, v, side, (0.0, None, causal, softcap, False, False, window_size), backend)
+    return "reference" if plan.config is None else plan.config.name
 
 
 def flash_attn_kvpacked_func(
@@ -181,6 +211,7 @@ def _parts(name: str, x: object, count: int) -> tuple[Tensor, ...]:
     return x.unbind(2)
 
 
+# ------------------------------------------------------------------------------------------------------------
 # From arguments to a plan: once for a signature
 # ------------------------------------------------------------------------------------------------------------
 

@@ -306,7 +306,12 @@ def test_contenders_by_dtype_and_phase() -> None:
     assert labels("fp8", "forward", "fa4", "cudnn") == ["cudnn fp8", "fa4 bf16"]
     sixteen = labels("fp16", "forward")
     assert sixteen and all(label.endswith(" fp16") for label in sixteen)
-    assert labels("bf16", "forward", "cute_attn", "fa3") == ["fa3 bf16"]
+    assert labels("bf16", "forward", "fa3", "cute_attn") == ["fa3 bf16", "cute_attn bf16"]
+    assert labels("bf16", "whole_call", "cute_attn") == ["cute_attn bf16"]
+    with pytest.raises(
+        ValueError, match="nothing to time for a default provider with dtype bf16 in phase quantize"
+    ):
+        labels("bf16", "quantize")
     with pytest.raises(ValueError, match="unknown provider nobody"):
         labels("fp8", "forward", "nobody")
     with pytest.raises(ValueError, match="nothing to time for copy"):
@@ -821,7 +826,7 @@ def test_run_without_a_gpu_reports_failures(
     stub_kernels(monkeypatch, [FWD], lambda config: "RuntimeError: ptxas said no")
     assert cli.main(["--report", "figures", "--dtype", "bf16"]) == 1
     text = " ".join(capsys.readouterr().out.split())
-    assert "no 16-bit kernel yet" in text and f"{FWD.name}: RuntimeError: ptxas said no" in text
+    assert "is about the 8-bit kernels" in text and f"{FWD.name}: RuntimeError: ptxas said no" in text
     assert "1 results of cute_attn are missing or wrong" in text
 
 

@@ -462,3 +462,16 @@ def test_compiled_kernel(config: Fwd16Config, figures: Callable[[Fwd16Config], K
     assert found.counts["USETMAXREG"] == 2
     assert found.registers <= REGISTERS_PER_SM // config.threads
     assert found.smem_bytes == config.smem_bytes <= SMEM_LIMIT
+
+
+def test_the_kernel_has_a_name_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.zeros(2, 300, 4, 64, dtype=torch.bfloat16)
+    k = torch.zeros(2, 300, 2, 64, dtype=torch.bfloat16)
+    assert cute_attn.flash_attn_kernel(q, k, k, backend="reference") == "reference"
+    with pytest.raises(ValueError, match="Hopper"):
+        cute_attn.flash_attn_kernel(q, k, k)
+    monkeypatch.setattr("cute_attn.flash.device_capability", lambda device: (9, 0))
+    want = forward16_config(64, 64, "bf16", causal=True, softcap=True, group=2, seqlen_q=300)
+    assert cute_attn.flash_attn_kernel(q, k, k, causal=True, softcap=30.0) == want.name
+    with pytest.raises(ValueError, match="window_size"):
+        cute_attn.flash_attn_kernel(q, k, k, window_size=(-2, 0))

@@ -112,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
         option(group, flag, text, type=_positive, metavar="N", **more)
 
     dtypes = ("fp8", "bf16", "fp16")
-    option(what, "--dtype", "default fp8; for 16 bits the peers alone", choices=dtypes, default="fp8")
+    option(what, "--dtype", "default fp8", choices=dtypes, default="fp8")
     text = "default: accuracy, and speed on a Hopper GPU or figures elsewhere"
     option(what, "--report", text, choices=REPORTS)
     text = "8-bit recipes, comma-separated (default: default is timed, errors are reported for every preset "
@@ -263,11 +263,6 @@ class Run:
 
         options, found = self.options, self.contenders()
         rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
-        if options.dtype != "fp8":
-            self.console.print(
-                f"cute_attn has no 16-bit kernel yet: --dtype {options.dtype} times the other libraries.",
-                style="bold",
-            )
         start = len(self.rows)
         cells = self.cells()
         try:
@@ -478,8 +473,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if options.dtype != "fp8":
             notice += (
-                " cute_attn has no 16-bit kernel yet, and timing the other libraries with --dtype "
-                f"{options.dtype} takes a GPU: what follows is about the 8-bit kernels."
+                f" Timing the 16-bit kernels with --dtype {options.dtype} takes a GPU: what follows is about the 8-bit "
+                "kernels."
             )
         head.insert(0, notice)
         console.print(notice, style="bold yellow")

@@ -82,7 +82,7 @@ class Prepared:
 # provider -> (precisions it runs in, phases it has)
 _SIXTEEN = (SIXTEEN_BIT, ("forward", "whole_call"))
 PROVIDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    OURS: (("fp8",), PHASES),
+    OURS: (("fp8", *SIXTEEN_BIT), PHASES),
     "fa3": (("fp8", *SIXTEEN_BIT), ("forward", "whole_call")),
     "fa4": _SIXTEEN,
     "cudnn": (("fp8",), ("forward",)),
@@ -97,7 +97,7 @@ _DEFAULT_FP8 = {
     "quantize": (OURS, "copy"),
     "whole_call": (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn"),
 }
-_DEFAULT_16BIT = ("fa3", "fa4", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math")
+_DEFAULT_16BIT = (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math")
 
 
 def contenders(
@@ -106,8 +106,8 @@ def contenders(
     """Who takes part.
 
     Args:
-        dtype: "fp8" times this library, the 8-bit peers and the 16-bit peers in bf16; "bf16" and "fp16" the
-            16-bit peers alone, as this library has no 16-bit kernel yet.
+        dtype: "fp8" times the 8-bit kernels of this library and its peers, and the 16-bit peers in bf16; "bf16" and
+            "fp16" the 16-bit kernels.
         providers: names from `PROVIDERS`; None takes a default for each phase.
 
     Raises:
@@ -132,10 +132,11 @@ def contenders(
                     continue
                 if phase == "whole_call" and precision == "fp8" and name != OURS:
                     continue  # FA3's FP8 kernel takes 8-bit tensors; the library has no quantiser of its own
-                for recipe in recipes if name == OURS else (None,):
+                if name == OURS and precision != "fp8" and (dtype == "fp8" or phase == "quantize"):
+                    continue
+                for recipe in recipes if name == OURS and precision == "fp8" else (None,):
                     found.append(Contender(name, precision, phase, recipe))
-    # This library is let off at 16 bits, where the command says so in words of its own.
-    running = {contender.provider for contender in found} | ({OURS} if dtype != "fp8" and found else set())
+    running = {contender.provider for contender in found}
     idle = [name for name in providers or () if name not in running]
     if idle or not found:
         names = ", ".join(idle) or "a default provider"
@@ -171,10 +172,20 @@ def prepare(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Ten
 
 
 def _prepare_ours(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
-    from cute_attn import api
+    from cute_attn import api, flash
 
+    options: dict[str, Any]
+    if contender.dtype != "fp8":
+        options = {"causal": case.causal, "backend": BACKEND}
+        kernel = flash.flash_attn_kernel(q, k, v, **options)
+        return Prepared(
+            lambda: flash.flash_attn_func(q, k, v, **options),
+            kernel,
+            BACKEND,
+            cases.output_error,
+        )
     recipe = contender.recipe or "default"
-    options: dict[str, Any] = {"backend": BACKEND}
+    options = {"backend": BACKEND}
     if contender.phase == "quantize":
         plan = api.explain(q, k, v, recipe=recipe, causal=case.causal, **options)
         ready = api.quantize(q, k, v, recipe, **options)
