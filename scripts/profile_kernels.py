@@ -28,7 +28,7 @@ from typing import Any
 from cute_attn.bench import record
 from cute_attn.bench.report import Grid
 
-KERNEL = "FwdSm90"  # in the names of this library's kernel and of FlashAttention-3's
+KERNEL = "Fwd(8bit)?Sm90"  # in the names of this library's kernel and of FlashAttention-3's
 CHIP = "gh100"
 PEAK = "avg.pct_of_peak_sustained_active"
 STALLS = (
