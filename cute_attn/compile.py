@@ -50,7 +50,6 @@ ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
 # Above -O1 the assembler moves the loads of the quantiser's loops up until it has to spill their counters, and puts
 # each shuffle next to its use.
 QUANTISER_OPTIONS = "--ptxas-options '-O1'"
-TIGHT_QUANTISER_OPTIONS = "--ptxas-options '-O2'"  # see `Quantize.tight`
 
 
 def build(config: KernelConfig, options: str = "") -> Any:
@@ -135,13 +134,10 @@ def build(config: KernelConfig, options: str = "") -> Any:
 
         element = IN_TYPES[config.in_dtype]
         v = fake(element, (batch, seqlen_k, heads_k, d_v), 8, element.width)  # eight elements a load
-        quantiser_options = QUANTISER_OPTIONS
         if config.in_dtype == "e4m3":
             entry, args = TransposeV(config), [v, wide(f8, batch, heads_k, d_v, padded_k)]
         else:
-            kernel = Quantize(config)
-            entry = QuantizeEntry(kernel, config)
-            quantiser_options = TIGHT_QUANTISER_OPTIONS if kernel.tight else QUANTISER_OPTIONS
+            entry = QuantizeEntry(Quantize(config), config)
             angles = None  # cos and sin, of the dtype of q
             if config.rotary != "none":
                 angles = wide(element, cute.sym_int32(), cute.sym_int32())
@@ -159,7 +155,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
                 angles,
                 cutlass.Int32(0),
             ]
-        options = f"{quantiser_options} {options}"
+        options = f"{QUANTISER_OPTIONS} {options}"
     return cute.compile(entry, *args, stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}")
 
 

@@ -23,13 +23,11 @@ DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (96, 96))
 SHAPES = ((1, 1, 1, 1, 1), (2, 200, 333, 4, 2), (1, 1, 1000, 6, 2), (1, 2100, 2100, 40, 40))
 VARIANTS: dict[str, dict[str, Any]] = {  # module.constant: value
     "shipped": {},
-    "shuffles at 256": {"rows.EXCHANGE": False},
     "spans of 64 rows": {"quantize.HALVINGS": 3, "quantize.FULL": 10**8},
     "spans of 128 rows": {"quantize.FULL": 10**8},
     "spans of 512 rows": {"quantize.HALVINGS": 0},
     "two rounds": {"quantize.FULL": 2 * 132},
     "four rounds": {"quantize.FULL": 4 * 132},
-    "mean of sixteen": {"rows.FEW_CHUNKS": 16},
 }
 
 

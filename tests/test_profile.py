@@ -106,7 +106,11 @@ def test_command_profiles_one_launch_and_leaves_the_clocks_alone(script: ModuleT
     words = " ".join(command)
     assert command[0] == "ncu" and command[-2:] == ["python", "x.py"]
     assert "--clock-control none" in words and "--launch-skip 1 --launch-count 1" in words
-    assert "-k regex:Fwd(8bit)?Sm90" in words and "--metrics a.sum,b.avg" in words and "--log-file log.csv" in words
+    assert (
+        "-k regex:Fwd(8bit)?Sm90" in words
+        and "--metrics a.sum,b.avg" in words
+        and "--log-file log.csv" in words
+    )
 
 
 @pytest.mark.parametrize("works", [True, False])

@@ -46,7 +46,7 @@ from .vectors import IN_TYPES, address_in, address_of, padded_width, thread_coun
 HALVINGS = 2  # of QUANTIZE_SPAN at most, where there are few CTAs
 FULL = 3 * 132  # CTAs of Q and K, for each CTA that an SM takes, from which it is not halved: three rounds
 THREADS_PER_SM = 1024  # that registers shall allow: 64 for each
-SMEM_CARVEOUT = 86  # per cent of the L1 cache and shared memory: room for all these CTAs, 196 KiB
+SMEM_CARVEOUT = 86  # per cent of the L1 cache and shared memory: room for all these CTAs
 
 
 class Quantize:
@@ -66,11 +66,9 @@ class Quantize:
         # Registers are limited only where the rows of a scale leave room.
         held = max(self.q_rows.group_passes, self.k_rows.group_passes) * WIDTH
         allowed = THREADS_PER_SM if held <= 32 else THREADS_PER_SM // 2
-        if self.q_rows.rotary.half:  # 80 registers, where CTAs are small enough for three quarters of them
-            allowed = min(allowed, max(THREADS_PER_SM * 3 // 4, 2 * self.threads))
+        if self.q_rows.rotary.half:  # 80 registers; CTAs of 512 threads, which 64 would make spill, are alone
+            allowed = min(allowed, THREADS_PER_SM * 3 // 4)
         self.ctas_per_sm = allowed // self.threads
-        # At -O1, which suits the others, this one spills what waits for the end of the loop; at -O2 it does not.
-        self.tight = self.q_rows.rotary.half and allowed == THREADS_PER_SM
 
     @cute.jit
     def __call__(
@@ -133,7 +131,7 @@ class Quantize:
             block=[self.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=100 if self.q_rows.exchange else SMEM_CARVEOUT,
+            preferred_smem_carveout=SMEM_CARVEOUT,
             use_pdl=summing if self.smooth else False,
         )
 

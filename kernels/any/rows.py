@@ -3,9 +3,8 @@
 32 neighbouring elements of a row a thread, in passes of 64 rows. Besides the issue of instructions, this role is bound
 by the pipe that shuffles and shared memory have in common, so a thread takes as many elements as 64 registers hold:
 butterflies of distance 1 to 16 stay inside a thread, the others are shuffles among the lanes of a row. Those are 2, 4
-or 8, for 64, 128 or 256 columns: the ones past head_dim hold zeros, which no step changes, and are not stored. With 8
-lanes and one block of the rotation, three levels of shuffles are more than one exchange of all elements (EXCHANGE).
-Rows come through shared memory, two passes in flight without holding a register. What a CTA does once, some 350 to 450
+or 8, for 64, 128 or 256 columns: the ones past head_dim hold zeros, which no step changes, and are not stored.
+Rows come through shared memory, two passes in flight without holding a register. What a CTA does once, some 450
 instructions a thread, is a sixth of its work at 256 rows.
 """
 
@@ -49,12 +48,7 @@ from .vectors import (
 )
 
 WIDTH = 32  # elements of a row that a thread takes: the more, the less shuffles
-FEW_CHUNKS = 4  # of the mean: up to 4096 keys, where CTAs are short, they need not pay for sixteen
 RING_BYTES = 128  # of a thread, for its rows in flight: two passes
-# The eight lanes of a row of 256 columns exchange their elements through shared memory, once, instead of shuffling at
-# each of three levels. By count, for 1024 elements: 64 clocks of the pipe, not 96, and 575 instructions, not 669.
-EXCHANGE = True
-EXCHANGE_PITCH = 144  # bytes: a lane's elements and 16 more, so that neighbours start in different banks
 
 
 class Rows:
@@ -74,17 +68,11 @@ class Rows:
         self.lanes = self.width // WIDTH  # of one row
         self.levels = self.lanes.bit_length() - 1
         self.block = rotation_block(self.d)
-        self.exchange = EXCHANGE and cfg.rotate and self.block == 8 * WIDTH
-        # The exchange and the embedding want registers that otherwise save instructions: see where it is asked.
-        self.few_registers = self.exchange or self.rotary.on
         self.threads = thread_count(cfg)
         self.pass_rows = self.threads // self.lanes
         self.slot_bytes = 64 * WIDTH  # of a warp and pass
         self.slots = RING_BYTES // (2 * WIDTH)  # passes in flight
-        # An exchange takes the slot of its pass, which has been read, and the room between the two slots.
-        self.slot_stride = 32 * EXCHANGE_PITCH if self.exchange else self.slot_bytes
-        self.ring_bytes = self.slot_stride * (self.slots - 1) + self.slot_bytes  # of a warp
-        self.ring_words = self.ring_bytes // 4 * (self.threads // 32)
+        self.ring_words = RING_BYTES // 4 * self.threads
         self.qmax = INT8_MAX if self.int8 else E4M3_MAX
         self.norm = 1.0 / math.sqrt(self.block) if cfg.rotate else 1.0
         # Rows that share a scale; a token's scale needs no other row. They are passes held at a time, or some of the
@@ -127,12 +115,19 @@ class Rows:
             if tid < self.width:
                 column = tid if const_expr(self.d == self.width) else min(tid, self.d - 1)
                 sign = m_signs[column] if const_expr(self.rotate) else Float32(1.0)
-                total = Float32(0.0)
                 cute.arch.griddepcontrol_wait()  # the sums of KeySums, where it was launched before this grid
-                if m_sums.shape[0] <= FEW_CHUNKS:
-                    total = self.sum_of_chunks(m_sums, column, FEW_CHUNKS)
-                else:
-                    total = self.sum_of_chunks(m_sums, column, MEAN_CHUNKS)
+                chunks = m_sums.shape[0]
+                # 32 bits hold the stride of what KeySums wrote; where it did not run, there is one chunk.
+                step = Uint32(m_sums.stride[0])
+                part = cute.make_rmem_tensor(MEAN_CHUNKS, Float32)
+                for i in cutlass.range_constexpr(MEAN_CHUNKS):  # all loads in flight together
+                    offset = Int64(Uint64(Uint32(min(i, chunks - 1))) * Uint64(step) * 4)
+                    address = address_in(m_sums, 0, column) + offset
+                    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+                    part[i] = cute.make_tensor(pointer, cute.make_layout(1))[0]
+                total = part[0]
+                for i in cutlass.range_constexpr(1, MEAN_CHUNKS):
+                    total = total + part[i] if i < chunks else total
                 # A rotated row meets the mean after its signs. Of a query, the product with the mean is the
                 # same, term by term. Column WIDTH p + 4 j + i stands at 4 lanes j + 4 p + i of the second
                 # half: the lanes of a row read 16 bytes side by side.
@@ -141,23 +136,6 @@ class Rows:
                 if const_expr(self.d < self.width):
                     mean = mean if tid < self.d else Float32(0.0)
                 columns[self.width + at] = mean
-
-    @cute.jit
-    def sum_of_chunks(self, m_sums: cute.Tensor, column: Int32, most: cutlass.Constexpr) -> Float32:
-        """Sum of a column over the chunks, (chunks, head_dim), of which there are `most` at most."""
-        chunks = m_sums.shape[0]
-        # 32 bits hold the stride of what KeySums wrote; where it did not run, there is one chunk.
-        step = Uint32(m_sums.stride[0])
-        part = cute.make_rmem_tensor(most, Float32)
-        for i in cutlass.range_constexpr(most):  # all loads in flight together
-            offset = Int64(Uint64(Uint32(min(i, chunks - 1))) * Uint64(step) * 4)
-            address = address_in(m_sums, 0, column) + offset
-            pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
-            part[i] = cute.make_tensor(pointer, cute.make_layout(1))[0]
-        total = part[0]
-        for i in cutlass.range_constexpr(1, most):
-            total = total + part[i] if i < chunks else total
-        return total
 
     @cute.jit
     def own_mean(self, columns: cute.Tensor, eight: cutlass.Constexpr, place: Int32) -> cute.Tensor:
@@ -179,7 +157,7 @@ class Rows:
         for j in cutlass.range_constexpr(2):
             part = cute.make_tensor(words.iterator + 4 * j, cute.make_layout(4))
             cute.autovec_copy(vector(cute.domain_offset(8 * place + 4 * j, columns), 4), part)
-        if const_expr(self.few_registers):
+        if const_expr(self.rotary.on):
             for i in cutlass.range_constexpr(1, 8):
                 flips[0] = flips[0] | flips[i] >> i
         return flips
@@ -187,7 +165,7 @@ class Rows:
     @cute.jit
     def flips_of(self, flips: cute.Tensor, pair: cutlass.Constexpr) -> Uint32:
         """Signs of a pair of `own_flips` in bits 15 and 31; other bits: any."""
-        if const_expr(self.few_registers):
+        if const_expr(self.rotary.on):
             return flips[0] << pair
         return flips[pair % 8] << pair // 8 * 8
 
@@ -251,8 +229,8 @@ class Rows:
         return address ^ (address >> 3 & 16 * (WIDTH // 8 - 1))
 
     @cute.jit
-    def rotate_inside(self, x: cute.Tensor):
-        """Butterflies of the Walsh-Hadamard transform inside a thread; x (WIDTH,), in place."""
+    def rotate_row(self, x: cute.Tensor, place: Int32):
+        """Unnormalised Walsh-Hadamard transform of each block of a row, over its lanes; x (WIDTH,), in place."""
         inside = min(WIDTH, self.block)
         for level in cutlass.range_constexpr(inside.bit_length() - 1):  # distances 1, 2, .. inside / 2
             for i in cutlass.range_constexpr(WIDTH):
@@ -260,47 +238,12 @@ class Rows:
                     a, b = x[i], x[i + (1 << level)]
                     x[i] = a + b
                     x[i + (1 << level)] = a - b
-
-    @cute.jit
-    def rotate_across(self, x: cute.Tensor, place: Int32):
-        """The other butterflies, by shuffles among the lanes of a block; x (WIDTH,), in place."""
-        across = self.block // min(WIDTH, self.block)  # lanes of a block
+        across = self.block // inside  # lanes of a block
         for level in cutlass.range_constexpr(across.bit_length() - 1):  # distances WIDTH, .. block / 2
             sign = Float32(1.0) if place & (1 << level) == 0 else Float32(-1.0)
             for i in cutlass.range_constexpr(WIDTH):
                 other = cute.arch.shuffle_sync_bfly(x[i], offset=1 << level)
                 x[i] = x[i] * sign + other  # lower lane a + b, upper lane a - b; the product is exact
-
-    @cute.jit
-    def exchange_parts(self, area: Int32, lane: Int32, x: cute.Tensor):
-        """Lane p of the eight of a row gets four neighbours, part p, of the elements of each of them.
-
-        x (WIDTH,), in place; part j is then that of lane j. area: shared address of EXCHANGE_PITCH bytes for each lane
-        of the warp: the eight lanes of a phase meet eight different banks of 16 bytes, writing and reading.
-        """
-        words = cute.recast_tensor(x, Uint32)
-        place = lane % 8
-        write = area + EXCHANGE_PITCH * lane
-        for u in cutlass.range_constexpr(8):
-            target = address_of(Uint32, write + 16 * u, cute.AddressSpace.smem)
-            part = cute.make_tensor(words.iterator + 4 * u, cute.make_layout(4))
-            cute.autovec_copy(part, cute.make_tensor(target, cute.make_layout(4)))
-        cute.arch.sync_warp()  # the warp: all lanes have written
-        read = area + EXCHANGE_PITCH * (lane - place) + 16 * place
-        for u in cutlass.range_constexpr(8):
-            source = address_of(Uint32, read + EXCHANGE_PITCH * u, cute.AddressSpace.smem)
-            part = cute.make_tensor(words.iterator + 4 * u, cute.make_layout(4))
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), part)
-
-    @cute.jit
-    def rotate_parts(self, x: cute.Tensor):
-        """`rotate_across` after `exchange_parts`: between the parts of a thread."""
-        for level in cutlass.range_constexpr(3):
-            for i in cutlass.range_constexpr(WIDTH):
-                if const_expr(i // 4 & (1 << level) == 0):
-                    a, b = x[i], x[i + (4 << level)]
-                    x[i] = a + b
-                    x[i + (4 << level)] = a - b
 
     @cute.jit
     def largest(self, x: cute.Tensor) -> Float32:
@@ -314,8 +257,8 @@ class Rows:
         return tops[0]
 
     @cute.jit
-    def encode(self, x: cute.Tensor, factor: Float32) -> cute.Tensor:
-        """Codes of x (WIDTH,) in words, (WIDTH / 4,)."""
+    def encode(self, x: cute.Tensor, factor: Float32, place: Int32) -> cute.Tensor:
+        """Codes of x (WIDTH,) in words, in the order in which `run` stores them."""
         code = cute.make_rmem_tensor(WIDTH, self.code_type)
         words = cute.recast_tensor(code, Uint32)
         y = cute.make_rmem_tensor(WIDTH, Float32)
@@ -326,23 +269,19 @@ class Rows:
                 words[w] = int8_word(y[4 * w], y[4 * w + 1], y[4 * w + 2], y[4 * w + 3])
         else:
             code.store(y.load().to(F8))
-        return words
-
-    @cute.jit
-    def swap_halves(self, words: cute.Tensor, place: Int32):
-        """Two neighbours swap halves of their codes: of either store, 16 bytes a lane, they fill 32 bytes."""
+        # Two neighbours swap halves: of either store, 16 bytes a lane, they fill a sector of 32 bytes.
         odd = place % 2 == 1
         for w in cutlass.range_constexpr(4):
             given = words[w] if odd else words[w + 4]
             other = cute.arch.shuffle_sync_bfly(given, offset=1)
             words[w], words[w + 4] = other if odd else words[w], words[w + 4] if odd else other
+        return words
 
     @cute.jit
     def store_words(self, words: cute.Tensor, address: Int64):
-        """Codes, words (1,), (2,) or (4,), to global memory, aligned to their size."""
-        size = cute.size(words)
-        target = cute.make_ptr(Uint32, address, cute.AddressSpace.gmem, assumed_align=4 * size)
-        cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(size)))
+        """16 bytes of codes, words (4,), to global memory."""
+        target = address_of(Uint32, address, cute.AddressSpace.gmem)
+        cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(4)))
 
     @cute.jit
     def run(
@@ -371,8 +310,9 @@ class Rows:
         lane = tid % 32
         seqlen = m_x.shape[0]
         passes = rows // self.pass_rows
-        # Over the loop, batch and head take fewer registers than addresses: where they are short, sliced behind it.
-        if const_expr(not self.few_registers):
+        # Over the loop, batch and head take fewer registers than addresses: where the embedding wants them, sliced
+        # behind it.
+        if const_expr(not self.rotary.on):
             scales, dots = m_scale[batch, head, None], m_dot[batch, head, None]
         # The copies: a warp's slot is 32 n pieces of 16 bytes, n = WIDTH / 8, its rows of a pass one after
         # the other. A lane copies pieces `lane`, 32 + lane, .. coalesced, and computes on n lane, n lane + 1,
@@ -381,25 +321,21 @@ class Rows:
         n = WIDTH // 8
         first = block * rows + tid // 32 * (32 // self.lanes) + lane // (self.width // 8)
         column = lane % (self.width // 8) * 8
-        slots = stage.iterator.toint() + tid // 32 * self.ring_bytes
+        slots = stage.iterator.toint() + tid // 32 * (self.slot_bytes * self.slots)
         target = slots + 16 * (lane ^ (lane // 8 % n))
         own = slots + 16 * (n * lane ^ (n * lane // 8 % n))
         for p in cutlass.range_constexpr(self.slots):
             if p < passes:
-                self.fetch(m_x, column, first + p * self.pass_rows, target + self.slot_stride * p)
+                self.fetch(m_x, column, first + p * self.pass_rows, target + self.slot_bytes * p)
             cute.arch.cp_async_commit_group()
         self.prepare_columns(m_signs, m_sums, count, columns)
         cute.arch.sync_threads()  # all threads: signs and mean are in shared memory
 
         place = tid % self.lanes
         local = tid // self.lanes  # row of the thread in the CTA
-        # Of the pair of lanes that `swap_halves`, each stores 16 bytes of either's 32; after an exchange, each lane its
-        # part of all lanes.
-        stores = self.lanes if self.exchange else 2
-        size = WIDTH // stores
-        own_column = (
-            size * place if self.exchange else WIDTH * (place // 2 * 2) + size * (place % 2)
-        )  # and each 32
+        # Of the pair of lanes that `encode` lets swap, each stores 16 bytes of either's 32.
+        pair = WIDTH // 16
+        own_column = WIDTH * (place // pair * pair) + 16 * (place % pair)  # and 32 further on
         codes = address_in(m_codes, block * rows + local, own_column)
         codes_step = Int64(m_codes.stride[0]) * self.pass_rows
         flips = self.own_flips(columns, place)
@@ -411,24 +347,23 @@ class Rows:
             for g in cutlass.range_constexpr(self.group_passes):
                 p = group * self.group_passes + g
                 mine = x[None, g]
-                slot = p % self.slots * self.slot_stride
+                slot = p % self.slots * self.slot_bytes
                 cute.arch.cp_async_wait_group(self.slots - 1)
                 cute.arch.sync_warp()  # the warp: the pieces that its other lanes have copied are there
-                # Addresses and signs are made anew in each pass: held over all, they would be spilled.
-                if const_expr(self.few_registers):
-                    flips[0] = opaque(flips[0])
                 if const_expr(self.rotary.on):
+                    # Addresses and signs are made anew in each pass: held over all, they would be spilled.
+                    flips[0] = opaque(flips[0])
                     lane = Int32(opaque(Uint32(lane)))
+                    place = lane % self.lanes
                     position = offset + last_row(m_x, block * rows + local + g * self.pass_rows)
                     self.embed_slot(slots + slot, m_cos, m_sin, position, flips, lane, mine)
                 else:
                     self.read_slot(own + slot, flips, mine)
                 cute.arch.sync_warp()  # the warp: all lanes have read the slot
                 ahead = p + self.slots
-                if const_expr(not self.exchange):
-                    if ahead < passes:
-                        self.fetch(m_x, column, first + ahead * self.pass_rows, target + slot)
-                    cute.arch.cp_async_commit_group()  # empty at the end: keeps the number of groups in flight
+                if ahead < passes:
+                    self.fetch(m_x, column, first + ahead * self.pass_rows, target + slot)
+                cute.arch.cp_async_commit_group()  # empty at the end: keeps the number of groups in flight
                 if const_expr(self.smooth):
                     # The mean comes from shared memory every time: `WIDTH` registers less than if held.
                     if const_expr(self.keys):
@@ -442,16 +377,7 @@ class Rows:
                         if place == 0:
                             side[1, local + g * self.pass_rows] = dot
                 if const_expr(self.rotate):
-                    self.rotate_inside(mine)
-                if const_expr(self.exchange):
-                    self.exchange_parts(slots + p % self.slots * self.slot_bytes, lane, mine)
-                    cute.arch.sync_warp()  # the warp: all lanes have read what the others wrote to the slot
-                    if ahead < passes:
-                        self.fetch(m_x, column, first + ahead * self.pass_rows, target + slot)
-                    cute.arch.cp_async_commit_group()
-                    self.rotate_parts(mine)
-                elif const_expr(self.rotate):
-                    self.rotate_across(mine, place)
+                    self.rotate_row(mine, place)
             if const_expr(self.mode != "static"):
                 top = self.largest(cute.make_tensor(x.iterator, cute.make_layout(WIDTH * self.group_passes)))
                 if const_expr(self.mode == "token"):
@@ -465,14 +391,10 @@ class Rows:
                 row = local + g * self.pass_rows
                 if place == 0:
                     side[0, row] = scale
-                words = self.encode(x[None, g], factor)
-                if const_expr(not self.exchange):
-                    self.swap_halves(words, place)
+                words = self.encode(x[None, g], factor, place)
                 if block * rows + row < seqlen:
-                    for piece in cutlass.range_constexpr(stores):
-                        part = cute.make_tensor(
-                            words.iterator + size // 4 * piece, cute.make_layout(size // 4)
-                        )
+                    for piece in cutlass.range_constexpr(pair):
+                        part = cute.make_tensor(words.iterator + 4 * piece, cute.make_layout(4))
                         address = codes + g * codes_step + 32 * piece
                         if const_expr(self.d == self.width):
                             self.store_words(part, address)
@@ -482,7 +404,7 @@ class Rows:
             codes += self.group_passes * codes_step
         cute.arch.sync_threads()  # all threads: scales and products of all rows are in shared memory
         step = K_SCALE_GROUP if self.keys else 1  # rows of a scale in storage
-        if const_expr(self.few_registers):
+        if const_expr(self.rotary.on):
             scales, dots = m_scale[batch, head, None], m_dot[batch, head, None]
         for i in cutlass.range_constexpr(max(1, QUANTIZE_SPAN // step // self.threads)):
             index = i * self.threads + tid
