@@ -195,7 +195,7 @@ TRANSPOSE = (
 )
 ATTEND = (
     "plan.forward_config(64, 64, 'e4m3', False, 'ex2', 'fp16')",
-    "[torch.zeros(1, 16, 1, 64).half(), 0, 0, 0, Layout(*[0] * len(Layout._fields)), 0.125, 0.125, 132]",
+    "[torch.zeros(1, 16, 1, 64).half(), 0, 0, 0, Layout(*[0] * len(Layout._fields)), 0.125, 0.125, 132, 1]",
 )
 
 
@@ -248,17 +248,17 @@ def test_command_fills_the_cache(
 
 
 def test_chosen_kernels_are_those_that_plans_name() -> None:
-    """For every preset, head_dim, pair of them, dtype, mask and number of query heads of a key head."""
+    """For every preset, head_dim, pair of them, dtype, mask, number of queries and of query heads of a key head."""
     pairs = [(192, 128), *((d, d) for d in HEAD_DIMS)]
     chosen = set(compiler._chosen(list(PRESETS), pairs, ["bf16", "fp16"], [1, 8]))
     planned: set[Any] = {plan.transpose_config(head_dim_v) for _, head_dim_v in pairs}
-    for (head_dim, head_dim_v), recipe, (dtype, causal, heads_k) in itertools.product(
-        pairs, PRESETS.values(), itertools.product(plan.DTYPE_NAMES, (False, True), (1, 8))
-    ):
-        made = plan.make_plan(
-            Problem(1, 3, 50, 8, heads_k, head_dim, head_dim_v, dtype, dtype, causal, recipe, (9, 0))
-        )
-        assert made.config.pack_gqa == 8 // heads_k
+    some = itertools.product(
+        plan.DTYPE_NAMES, (False, True), (1, 8), (3, 260, 4096)
+    )  # packed, both, in clusters
+    for (head_dim, head_dim_v), recipe, rest in itertools.product(pairs, PRESETS.values(), some):
+        dtype, causal, heads_k, queries = rest
+        shape = (1, queries, 5000, 8, heads_k, head_dim, head_dim_v)
+        made = plan.make_plan(Problem(*shape, dtype, dtype, causal, recipe, (9, 0)))
         planned |= {made.config, made.quantize_config}
     assert chosen == planned
 
