@@ -96,7 +96,7 @@ def flash_attn_func(
             if len(_plans) >= _MAX_PLANS:
                 _plans.clear()
             _plans[key] = plan
-    _check_forward_only({"q": q, "k": k, "v": v, **side})
+    validate.check_forward_only("16-bit", q=q, k=k, v=v, **side)
     out, lse = _attend(q, k, v, plan, alibi_slopes, sinks)
     return (out, lse) if return_lse else out
 
@@ -383,17 +383,6 @@ def _check_side(q: Tensor, side: dict[str, Tensor | None]) -> None:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: {allowed}")
         if x.device != q.device:
             raise ValueError(f"{name} is on device {x.device}; allowed: that of q, {q.device}")
-
-
-def _check_forward_only(tensors: dict[str, Tensor | None]) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for name, x in tensors.items():
-        if x is not None and x.requires_grad:
-            raise NotImplementedError(
-                f"{name} requires grad, but 16-bit attention has no backward yet; allowed: a call under "
-                f"torch.no_grad(), or {name}.detach()"
-            )
 
 
 def _check_backend(backend: object, q: Tensor) -> None:

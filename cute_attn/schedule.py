@@ -48,11 +48,11 @@ def heads_in_turn(
     heads = batch * heads_k
     if units * group * heads <= clusters:
         return 1
-    last = (torch.arange(1, units + 1) * rows - 1) // config.pack_gqa
+    # On the CPU and in float64 whatever torch's defaults are: this may run while a CUDA graph is captured.
+    last = (torch.arange(1, units + 1, device="cpu") * rows - 1) // config.pack_gqa
     keys = (last + 1 + seqlen_k - seqlen_q).clamp(1, max(seqlen_k, 1))
-    cost = (
-        keys + config.tile_n - 1
-    ) // config.tile_n + TILE_COST * 256 / config.tile_n  # of a unit, shortest first
+    blocks = (keys + config.tile_n - 1) // config.tile_n
+    cost = blocks.double() + TILE_COST * 256 / config.tile_n  # of a unit, shortest first
     best, best_span = 1, float("inf")
     for turn in TURNS:
         if turn > heads:

@@ -279,8 +279,8 @@ def check_out_dtype(out_dtype: object, default: torch.dtype) -> torch.dtype:
     return chosen
 
 
-def check_forward_only(**tensors: Tensor | None) -> None:
-    """Refuse inputs that autograd would want a gradient for: the 8-bit forward has no backward.
+def check_forward_only(kind: str = "8-bit", /, **tensors: Tensor | None) -> None:
+    """Refuse inputs that autograd would want a gradient for: the forward of this `kind` has no backward.
 
     Detaching them silently would train a model with gradients that lack the attention.
 
@@ -292,6 +292,6 @@ def check_forward_only(**tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and x.requires_grad:
             raise NotImplementedError(
-                f"{name} requires grad, but 8-bit attention has no backward; allowed: a call under "
+                f"{name} requires grad, but {kind} attention has no backward; allowed: a call under "
                 f"torch.no_grad(), or {name}.detach()"
             )

@@ -32,9 +32,8 @@ MEAN_CHUNKS = 16  # chunks at most
 # Numbers of the arithmetic, shared by the kernels and their references in torch; docs/numerics.md says why.
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
-SMALLEST_AMAX = (
-    2.0**-100
-)  # a group of a smaller amax is quantised as if it had this one: QMAX / amax stays finite
+# A group of a smaller amax is quantised as if it had this one: QMAX / amax stays finite.
+SMALLEST_AMAX = 2.0**-100
 # P is held times 2^lift, which the row sum cancels. e4m3 ends at 2^8.8 and has no normal numbers below 2^-6: a high
 # lift keeps small P, a low one lets the reference lag the row maximum. By code the lag may be 1.8 octaves.
 LIFT = {"code": 7.0, "ex2": 8.0, "cast": 0.0}
@@ -46,10 +45,14 @@ CODE_MAX = 126.5  # what rounds to 126 = 448; 127 is e4m3's NaN
 # log of the mean of (rounded P) / P over a period of the code map; lse subtracts it. A test derives it.
 CODE_LSE_BIAS = 0.009782217323564284
 UNSET_SHIFT = (CODE_BIAS + 2.0**-10) * CODE_UNIT  # of a row without a reference: no integral one gives it
-ROUND_LIMIT = (
-    2.0**22
-)  # references of this magnitude or more stay as they are: adding 1.5 * 2^23 rounds no more
+# References of this magnitude or more stay as they are: adding 1.5 * 2^23 rounds no more.
+ROUND_LIMIT = 2.0**22
 SMALLEST_FACTOR = 2.0**-126  # of a score: zero would make NaN of a masked one
+
+
+def dims_name(head_dim: int, head_dim_v: int) -> str:
+    """How names of kernels give the head dimensions."""
+    return f"d{head_dim}" + ("" if head_dim_v == head_dim else f"v{head_dim_v}")
 
 
 def rotation_block(head_dim: int) -> int:
@@ -95,10 +98,6 @@ class _Forward:
 
     def _smem_bytes(self, q_stages: int) -> int:
         raise NotImplementedError
-
-    @property
-    def _dims(self) -> str:
-        return f"d{self.head_dim}" + ("" if self.head_dim_v == self.head_dim else f"v{self.head_dim_v}")
 
     def _check_cta(self) -> None:
         """Raise ValueError where rows, cluster, shared memory or registers of a CTA break a limit."""
@@ -185,8 +184,9 @@ class FwdConfig(_Forward):
         parts += "" if self.check_keys == 64 else f"_c{self.check_keys}"
         parts += "" if self.cluster == 1 else f"_x{self.cluster}"
         parts += "" if self.pack_gqa == 1 else f"_g{self.pack_gqa}"
+        dims = dims_name(self.head_dim, self.head_dim_v)
         return (
-            f"fwd_sm90_{self.qk_dtype}_{self._dims}_{mask}_{self.p_rounding}_{self.out_dtype}"
+            f"fwd_sm90_{self.qk_dtype}_{dims}_{mask}_{self.p_rounding}_{self.out_dtype}"
             f"_m{self.tile_m}n{self.tile_n}k{self.kv_stages}{parts}{regs}"
         )
 
@@ -236,15 +236,13 @@ class Fwd16Config(_Forward):
     kv_stages: int  # depth of the K and V rings
     dtype: str  # "bf16" or "fp16": of Q, K, V, P and O
     causal: bool
-    window: bool = (
-        False  # query i sees keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right
-    )
+    # query i sees keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right
+    window: bool = False
     softcap: bool = False  # scores go through softcap * tanh(score / softcap)
     alibi: bool = False  # a bias of -slope * |i + seqlen_k - seqlen_q - j|, a slope for each batch and head
     sinks: bool = False  # a logit for each head that takes its share of the softmax and has no value
-    overlap: bool = (
-        True  # Q K^T of the next tile is issued before P V of this one, and its softmax runs under it
-    )
+    # Q K^T of the next tile is issued before P V of this one, and its softmax runs under it
+    overlap: bool = True
     pingpong: bool = True  # the warpgroups issue their products in turn
     skip_rescale: bool = True  # a warp leaves O as it is where none of its row maxima moved
     consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
@@ -307,7 +305,7 @@ class Fwd16Config(_Forward):
             "" if self.pack_gqa == 1 else f"_g{self.pack_gqa}"
         )
         tiles = f"m{self.tile_m}n{self.tile_n}k{self.kv_stages}"
-        return f"fwd_sm90_{self.dtype}_{self._dims}_{mask}_{tiles}{steps}{cta}{regs}"
+        return f"fwd_sm90_{self.dtype}_{dims_name(self.head_dim, self.head_dim_v)}_{mask}_{tiles}{steps}{cta}{regs}"
 
     def _tiles(self, q_stages: int) -> int:
         """Bytes with room of its own for O."""
@@ -356,15 +354,14 @@ class QuantizeConfig:
     v_mode: str  # "block" (256 keys) or "static"
     rotate: bool  # random signs and Hadamard transform of Q and K
     smooth: bool  # subtract the mean key from every key of a head, and leave q . mean
-    rotary: str = (
-        "none"  # rotary position embedding of Q and K: "none", "half" (pairs i, i + dim / 2), "interleaved"
-    )
+    # rotary position embedding of Q and K: "none", "half" (pairs i, i + rotary_dim / 2), "interleaved"
+    rotary: str = "none"
 
     @property
     def name(self) -> str:
         if self.in_dtype == "e4m3":
             return f"transpose_v_d{self.head_dim_v}"
-        dims = f"d{self.head_dim}" + ("" if self.head_dim_v == self.head_dim else f"v{self.head_dim_v}")
+        dims = dims_name(self.head_dim, self.head_dim_v)
         steps = ("_rot" if self.rotate else "") + ("_smooth" if self.smooth else "")
         steps += "" if self.rotary == "none" else f"_rotary_{self.rotary}"
         return (

@@ -51,8 +51,9 @@ VARIANTS: list[FwdConfig] = []
 for _qk in (E4M3, INT8):
     for _causal in (False, True):
         VARIANTS += [
-            forward_config(d, dv, _qk, _causal, "code", "bf16")
+            forward_config(d, dv, _qk, _causal, "code", "bf16", cluster=cluster)
             for d, dv in ((64, 64), (128, 128), (256, 256), (80, 80), (96, 96), (192, 128))
+            for cluster in (1, 2)
         ]
         VARIANTS += [
             _cfg(64, 128, _qk, _causal, kv_stages=4, **THREE),

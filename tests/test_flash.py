@@ -414,8 +414,7 @@ def test_names_tell_configurations_apart() -> None:
 # --- compiled code
 
 SAMPLE = [
-    forward16_config(128, 128, "bf16"),
-    forward16_config(64, 64, "fp16", causal=True),
+    *plan.all_forward16_configs(),
     forward16_config(256, 256, "bf16", window=True, softcap=True, alibi=True, sinks=True),
     replace(forward16_config(128, 128, "bf16", causal=True), overlap=False, pingpong=False, cluster=2),
     forward16_config(72, 40, "bf16", group=4, seqlen_q=1),

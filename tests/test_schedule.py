@@ -72,6 +72,20 @@ def test_packed_rows_and_lengths_that_differ() -> None:
         assert 1 <= turn <= 128
 
 
+def test_torch_defaults_change_nothing() -> None:
+    about = (config(128), 4, 16, 16, 4096, 4096, SMS)
+    heads_in_turn.cache_clear()
+    want = heads_in_turn(*about)
+    before = torch.get_default_dtype()
+    heads_in_turn.cache_clear()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            assert heads_in_turn(*about) == want
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_many_tiles_are_not_all_counted() -> None:
     turn = heads_in_turn(config(64), 4096, 128, 128, 4096, 4096, SMS)
     assert turn in schedule.TURNS

@@ -15,8 +15,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
+from ..common.floats import product_rn
 from ..config import QuantizeConfig
-from .vectors import IN_TYPES, address_in, product_rn, row_offset, widen
+from .vectors import IN_TYPES, address_in, row_offset, widen
 
 
 class Rotary:

@@ -76,14 +76,6 @@ def opaque(a: Uint32) -> Uint32:
 
 
 @cute.jit
-def product_rn(a: Float32, b: Float32) -> Float32:
-    """a * b rounded by itself, not contracted into an FMA with what it is added to."""
-    return cute.arch.inline_ptx(
-        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
-    )
-
-
-@cute.jit
 def scales_of(amax: Float32, qmax: cutlass.Constexpr, norm: cutlass.Constexpr):
     """amax of a group -> (factor to codes, scale back); the reference is `cute_attn.quantize.amax_scale`."""
     safe = cute.arch.fmax(amax, Float32(SMALLEST_AMAX), nan=True)

@@ -83,9 +83,8 @@ def key_blocks(m_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window, cfg: Fw
         start = cutlass.min(cutlass.max(first_row + shift - left, 0) // tile_n, end - 1)
         own = end
         seen_by_first = cutlass.min(seqlen_k, first_row + 1 + shift + right)
-        seen_by_last = (
-            cutlass.max(last_row + shift - left, 0) + tile_n - 1
-        ) // tile_n  # first block without a left end
+        # first block without a left end
+        seen_by_last = (cutlass.max(last_row + shift - left, 0) + tile_n - 1) // tile_n
     elif cutlass.const_expr(cfg.causal):
         end = blocks_seen((m_block // cfg.cluster + 1) * cfg.cluster * cfg.tile_m, seqlen_q, seqlen_k, cfg)
         own = end

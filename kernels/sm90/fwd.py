@@ -123,9 +123,8 @@ class FwdSm90:
             ]
 
         self.storage = Storage
-        m_units = cute.ceil_div(
-            q.shape[1] * cfg.pack_gqa, tile_m * cfg.cluster
-        )  # the last may have a tile of no rows
+        # the last may have a tile of no rows
+        m_units = cute.ceil_div(q.shape[1] * cfg.pack_gqa, tile_m * cfg.cluster)
         units = m_units * q.shape[3] * q.shape[4]
         self.kernel(
             tma_q.atom,
@@ -231,6 +230,7 @@ class FwdSm90:
             self.ring(storage.bar_v.data_ptr(), cfg.kv_stages, tile_n * d_v * v_bytes, shared=True),
         )
         self.policy.prepare(s_v, tid)
+        # all CTAs of the cluster: none signals or fills another's ring before its mbarriers are initialised
         pl.pipeline_init_arrive(cluster_shape_mn=(cfg.cluster, 1), is_relaxed=True)
         pl.pipeline_init_wait(cluster_shape_mn=(cfg.cluster, 1))
         cute.arch.sync_threads()  # all threads: mbarriers are initialised, the policy's rows are written
@@ -241,9 +241,8 @@ class FwdSm90:
                 rows = lambda t: cute.group_modes(t, 0, cute.rank(t) - 1)
                 whole, parts = cute.make_layout(1), cute.make_layout(cfg.cluster)
                 rank = 0 if cutlass.const_expr(cfg.cluster == 1) else cute.arch.block_idx_in_cluster()
-                boxes = cute.local_tile(
-                    s_v, (d_v, cfg.v_box, cfg.kv_stages), (0, None, 0)
-                )  # not the policy's rows
+                # without the policy's rows
+                boxes = cute.local_tile(s_v, (d_v, cfg.v_box, cfg.kv_stages), (0, None, 0))
                 boxes = cute.make_tensor(boxes.iterator, cute.select(boxes.layout, [0, 1, 3, 2]))
                 boxes = cute.group_modes(boxes, 0, 2)
                 state_q = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.q_stages)
@@ -266,7 +265,8 @@ class FwdSm90:
                         (atom_q, tq_g, tq_s), (atom_k, tk_g, tk_s), (atom_v, tv_g, tv_s),
                         pipes, (state_q, state), blocks, first,
                     )  # fmt: skip
-                # the producer may not leave before its last loads have been consumed
+                # The producer may not leave before its last loads have been consumed, by the other CTA of its cluster,
+                # too, whose warps signal the mbarriers here.
                 state_v = state.clone()
                 pipes[0].producer_tail(state_q)
                 pipes[1].producer_tail(state)
@@ -393,12 +393,9 @@ class FwdSm90:
                 if query < g_lse.shape[0]:
                     seen = sees_keys(limits, r, cfg)
                     g_lse[query, head_q] = self.policy.final_lse(lse[r], seen, side, query, head_q, batch)
-        cute.arch.cp_async_bulk_wait_group(
-            0, read=True
-        )  # the warp that stores: the last tile's O has been read
-        cute.arch.barrier(
-            barrier_id=Barrier.STORE + warpgroup, number_of_threads=128
-        )  # so the warpgroup may write
+        # the warp that stores waits until the last tile's O has been read, the warpgroup for that warp; then it writes
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=Barrier.STORE + warpgroup, number_of_threads=128)
         # From a number that the compiler cannot know to be tid, or it computes all addresses before the loops.
         tid = cute.arch.shuffle_sync(tid, cute.arch.lane_idx())
         copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out_type)
@@ -417,9 +414,8 @@ class FwdSm90:
             cute.copy(copy_atom, tiled_copy.retile(narrow), tiled_copy.partition_D(target))
             start += part
         cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads through the async proxy
-        cute.arch.barrier(
-            barrier_id=Barrier.STORE + warpgroup, number_of_threads=128
-        )  # the warpgroup has staged
+        # the warpgroup: all of it has staged, and its first warp may store
+        cute.arch.barrier(barrier_id=Barrier.STORE + warpgroup, number_of_threads=128)
         if warp_idx % 4 == 0:
             block = m_block * cfg.consumer_warpgroups + warpgroup
             for c in cutlass.range_constexpr(cfg.v_columns // cfg.o_box):

@@ -55,9 +55,8 @@ V_SCALE_SHIFT = V_SCALE_GROUP.bit_length() - 1  # key position -> its V scale
 class Barrier(enum.IntEnum):
     """Named barriers of the CTA (0 is sync_threads)."""
 
-    STORE = (
-        1  # + warpgroup: its 128 threads; the rows of O staged before have left, or those of now are staged
-    )
+    # + warpgroup: its 128 threads; the rows of O staged before have left, or those of now are staged
+    STORE = 1
     TURN = 4  # + warpgroup: it and the one before it, 256 threads; the warpgroup may issue its products
 
 
@@ -138,7 +137,9 @@ class Mainloop:
         pipe_q.consumer_wait(state_q)  # TMA has filled Q
         q_frag, k_frag, v_frags = frags
         if const_expr(self.cfg.cluster > 1 and self.cfg.causal):
-            for _ in cutlass.range(passed, unroll=1):  # blocks of another tile of the unit
+            # Blocks of another tile of the unit: the TMA loads of both CTAs fill them here, too, and the producers of
+            # both wait for this CTA's warps to release them, unread.
+            for _ in cutlass.range(passed, unroll=1):
                 pipe_k.consumer_wait(stage)
                 pipe_k.consumer_release(stage)
                 pipe_v.consumer_wait(stage)
@@ -263,6 +264,7 @@ class Mainloop16bit(Mainloop):
     def await_turn(self):
         """With ping-pong, wait until the warpgroup before this one has issued its products."""
         if const_expr(self.cfg.pingpong):
+            # with the arrivals of `pass_turn`: 128 threads that wait, 128 that do not
             cute.arch.barrier(barrier_id=Barrier.TURN + self.warpgroup(), number_of_threads=256)
 
     @cute.jit

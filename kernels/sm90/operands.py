@@ -39,14 +39,6 @@ def row_max(value: Float32, nan: cutlass.Constexpr = False) -> Float32:
 
 
 @cute.jit
-def product_rn(a: Float32, b: Float32) -> Float32:
-    """a * b rounded by itself, where contraction into an FMA would be wrong."""
-    return cute.arch.inline_ptx(
-        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
-    )
-
-
-@cute.jit
 def opaque_zero() -> Float32:
     """Zero, set where it is called: a constant would be set behind the fence of the product that names it."""
     return cute.arch.inline_ptx("mov.f32 {$w0}, 0f00000000;", write_only_types=[Float32])

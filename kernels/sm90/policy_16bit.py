@@ -32,9 +32,10 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wg
 
+from ..common.floats import product_rn
 from ..common.mask import ROW_STEP, sees_keys
 from ..config import Fwd16Config
-from .operands import ELEMENTS, column_major_atom, opaque_zero, product_rn, row_max, rows
+from .operands import ELEMENTS, column_major_atom, opaque_zero, row_max, rows
 
 LOG2_E = math.log2(math.e)
 HUGE = 2.0**15  # octaves: a row whose reference is beyond takes the slow path

@@ -39,6 +39,7 @@ from cutlass import Float32, Int8, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wg
 
+from ..common.floats import product_rn
 from ..common.mask import ROW_STEP, first_hidden_key
 from ..config import (
     CODE_BIAS,
@@ -53,7 +54,7 @@ from ..config import (
     UNSET_SHIFT,
     FwdConfig,
 )
-from .operands import opaque_zero, product_rn, row_major_atom, row_max, rows
+from .operands import opaque_zero, row_major_atom, row_max, rows
 
 F8 = cutlass.Float8E4M3FN
 

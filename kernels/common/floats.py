@@ -1,0 +1,14 @@
+"""Float arithmetic whose rounding must not depend on what the compiler makes of it."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+
+@cute.jit
+def product_rn(a: Float32, b: Float32) -> Float32:
+    """a * b rounded by itself, not contracted into an FMA with what it is added to."""
+    return cute.arch.inline_ptx(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
