@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from cute_attn.api import explain, flash_attn_fp8_func, fp8_attention, fp8_attention_quantized, quantize
     from cute_attn.flash import (
+        flash_attn_explain,
         flash_attn_func,
         flash_attn_kernel,
         flash_attn_kvpacked_func,
@@ -29,6 +30,7 @@ __all__ = [
     "QuantizedQKV",
     "__version__",
     "explain",
+    "flash_attn_explain",
     "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_kernel",
@@ -44,6 +46,7 @@ _HOME: Final = {
     "Fp8Recipe": "cute_attn.quantize",
     "QuantizedQKV": "cute_attn.quantize",
     "explain": "cute_attn.api",
+    "flash_attn_explain": "cute_attn.flash",
     "flash_attn_fp8_func": "cute_attn.api",
     "flash_attn_func": "cute_attn.flash",
     "flash_attn_kernel": "cute_attn.flash",

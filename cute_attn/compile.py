@@ -7,8 +7,8 @@ every shape. The result takes torch tensors through TVM-FFI and launches on torc
 disk cache (see `cute_attn.cache`), else the compiler. `inspect` says what the compiler made of a kernel. The
 DSL, half a second of import, is imported only where a kernel is not in memory.
 
-    python -m cute_attn.compile [--arch sm_90a] [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES]
-        [--pack-gqa GROUPS] [--jobs N]
+    python -m cute_attn.compile [--arch sm_90a] [--bits 8,16] [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES]
+        [--mask NAMES] [--features NAMES] [--pack-gqa GROUPS] [--jobs N]
 
 fills the disk cache ahead of use, also on a machine without a GPU, for example while an image is built.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn import cache, plan, sass
-from cute_attn.kernels.config import HEAD_DIMS, Fwd16Config, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import HEAD_DIMS, HEAD_DIMS_16BIT, Fwd16Config, FwdConfig, QuantizeConfig
 from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import PRESETS
 
@@ -308,6 +309,30 @@ def _chosen(
     return list(configs)
 
 
+MASKS = ("full", "causal", "window")
+FEATURES = ("softcap", "alibi", "sinks")
+
+
+def _chosen16(
+    head_dims: Sequence[tuple[int, int]],
+    dtypes: Sequence[str],
+    masks: Sequence[str],
+    features: Sequence[frozenset[str]],
+    groups: Sequence[int],
+) -> list[KernelConfig]:
+    """16-bit forward kernels of these (head_dim, head_dim_v), dtypes, masks, sets of features and `pack_gqa`.
+
+    A kernel differs with the number of queries in `cluster` and `pack_gqa` alone.
+    """
+    configs: dict[KernelConfig, None] = {}
+    for (head_dim, head_dim_v), dtype, mask, chosen in itertools.product(head_dims, dtypes, masks, features):
+        options = dict.fromkeys(chosen, True) | ({} if mask == "full" else {mask: True})
+        config = plan.forward16_config(head_dim, head_dim_v, dtype, **options)  # of many queries
+        for group, cluster in itertools.product(groups, (1, config.cluster)):
+            configs[dataclasses.replace(config, pack_gqa=group, cluster=cluster)] = None
+    return list(configs)
+
+
 def _compile_one(config: KernelConfig) -> float:
     """Seconds until `config` was in memory. For a process of its own."""
     start = time.perf_counter()
@@ -331,14 +356,27 @@ def _several(allowed: Sequence[Any]) -> Callable[[str], list[Any]]:
     return parse
 
 
+def _features(text: str) -> list[frozenset[str]]:
+    """ "none,softcap+sinks" as [{}, {softcap, sinks}]."""
+    sets = []
+    for part in text.split(","):
+        names = frozenset(name.strip() for name in part.split("+"))
+        if names != {"none"} and not names <= set(FEATURES):
+            raise argparse.ArgumentTypeError(
+                f"{part.strip()!r} is neither none nor some of {', '.join(FEATURES)}, joined by +"
+            )
+        sets.append(names - {"none"})
+    return sets
+
+
 def _head_dims(text: str) -> list[tuple[int, int]]:
     """ "128,192:128" as [(128, 128), (192, 128)]."""
     pairs = []
     for part in text.split(","):
         sizes = [size.strip() for size in part.split(":")]
-        if len(sizes) > 2 or not all(size.isdecimal() and int(size) in HEAD_DIMS for size in sizes):
+        if len(sizes) > 2 or not all(size.isdecimal() and int(size) in HEAD_DIMS_16BIT for size in sizes):
             raise argparse.ArgumentTypeError(
-                f"{part.strip()!r} is no multiple of 16 from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, nor two of "
+                f"{part.strip()!r} is no multiple of 8 from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, nor two of "
                 "them as HEAD_DIM:HEAD_DIM_V"
             )
         pairs.append((int(sizes[0]), int(sizes[-1])))
@@ -346,24 +384,31 @@ def _head_dims(text: str) -> list[tuple[int, int]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0; 1 if a kernel did not compile or there is no disk cache to fill."""
+    """Run the command. Returns 0; 1 if a kernel did not compile or there is no disk cache to fill.
+
+    Raises SystemExit(2) for a bad command line.
+    """
     names, dtypes = list(PRESETS), list(plan.DTYPE_NAMES.values())
     parser = argparse.ArgumentParser(
         prog="python -m cute_attn.compile", description="Compile kernels into the disk cache. Needs no GPU."
     )
     parser.add_argument("--arch", choices=(ARCH,), default=ARCH, help="target (default: %(default)s)")
     parser.add_argument(
+        "--bits", type=_several((8, 16)), default=[8], help="8, 16 or both: of the operands (default: 8)"
+    )
+    parser.add_argument(
         "--recipe",
         type=_several(names),
         default=["default"],
-        help=f"of {', '.join(names)} (default: default)",
+        help=f"of 8 bits: {', '.join(names)} (default: default)",
     )
     tuned = plan.TUNED_HEAD_DIMS
     parser.add_argument(
         "--head-dim",
         type=_head_dims,
         default=[(d, d) for d in tuned],
-        help=f"of Q, K, V, or D:DV where V has another, like 192:128 (default: {','.join(map(str, tuned))})",
+        help="of Q, K, V, or D:DV where V has another, like 192:128; multiples of 16, or of 8 with 16 bits (default: "
+        f"{','.join(map(str, tuned))})",
     )
     parser.add_argument("--dtype", type=_several(dtypes), default=dtypes, help="default: bf16,fp16")
     parser.add_argument(
@@ -371,6 +416,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=_several((1, 2, 4, 8, 16, 32, 64)),
         default=[1],
         help="query heads of a key head whose rows are packed, as for few queries (default: 1, none)",
+    )
+    parser.add_argument(
+        "--mask",
+        type=_several(MASKS),
+        default=["full", "causal"],
+        help="of 16 bits, of full, causal, window (default: full,causal; 8 bits: both of them)",
+    )
+    parser.add_argument(
+        "--features",
+        type=_features,
+        default=[frozenset()],
+        metavar="NAMES",
+        help="of 16 bits, of none, softcap, alibi, sinks, and those joined by +, like none,softcap+sinks (default: "
+        "none)",
     )
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="default: %(default)s")
     args = parser.parse_args(argv)
@@ -380,7 +439,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder is None:
         print("the disk cache is off, there is nothing to fill", file=sys.stderr)
         return 1
-    configs = _chosen(args.recipe, args.head_dim, args.dtype, args.pack_gqa)
+    odd = [dims for dims in args.head_dim if 8 in args.bits and not set(dims) <= set(HEAD_DIMS)]
+    if odd:
+        parser.error(f"argument --head-dim: 8 bits take multiples of 16, got {odd[0][0]}:{odd[0][1]}")
+    configs = []
+    if 8 in args.bits:
+        configs += _chosen(args.recipe, args.head_dim, args.dtype, args.pack_gqa)
+    if 16 in args.bits:
+        configs += _chosen16(args.head_dim, args.dtype, args.mask, args.features, args.pack_gqa)
     start, failed = time.perf_counter(), 0
     context = multiprocessing.get_context("spawn")  # the DSL aborts where two threads compile at once
     with concurrent.futures.ProcessPoolExecutor(min(args.jobs, len(configs)), mp_context=context) as pool:

@@ -171,7 +171,7 @@ def emulate_forward(
             row of the block needs holds NaN or infinity in keys that another row must not see: that one is
             NaN too.
         tile_n: keys of one tile: 64, 128 or 256.
-        pack_gqa: 1, or the query heads of a key head, where their rows share the tile_m rows of a tile: as
+        pack_gqa: how many query heads of a key head share the tile_m rows of a tile, a divisor of them: as
             the mask is that of the query alone, it is tile_m / pack_gqa queries that share a loop.
         check_keys: keys after which P by code is checked for overflow: 32 or 64.
         out_dtype: default `qkv.dtype`.
@@ -203,8 +203,10 @@ def emulate_forward(
     if check_keys not in (32, 64):
         raise ValueError(f"check_keys is {check_keys}; allowed: 32, 64")
     group = heads_q // heads_k
-    if pack_gqa not in (1, group):
-        raise ValueError(f"pack_gqa is {pack_gqa}; allowed: 1, or the query heads of a key head, {group}")
+    if pack_gqa < 1 or group % pack_gqa:
+        raise ValueError(
+            f"pack_gqa is {pack_gqa}; allowed: a divisor of the query heads of a key head, {group}"
+        )
     if tile_m < 1 or tile_m % pack_gqa:
         raise ValueError(f"tile_m is {tile_m}; allowed: a multiple of pack_gqa, {pack_gqa}")
     if accumulator not in ("fp32", "hopper"):

@@ -16,9 +16,11 @@ from torch import Tensor
 from cute_attn import validate
 from cute_attn.kernels.config import HEAD_DIMS_16BIT, Fwd16Config
 from cute_attn.plan import DTYPE_NAMES, forward16_config
+from cute_attn.plan16 import Plan16, Problem16, make_plan16
 from cute_attn.problem import device_capability
 
 __all__ = [
+    "flash_attn_explain",
     "flash_attn_func",
     "flash_attn_kernel",
     "flash_attn_kvpacked_func",
@@ -101,6 +103,56 @@ def flash_attn_func(
     return (out, lse) if return_lse else out
 
 
+def flash_attn_explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    backend: str = "auto",
+) -> Plan16:
+    """What `flash_attn_func` would do with these arguments, without doing it: kernel, tiles, and why.
+
+    `print(flash_attn_explain(q, k, v))` is the readable form; `.kernel` is the name of the kernel, which holds what it
+    is compiled for: operands, head_dim, mask, features, tile, options of the main loop. Nothing is compiled or
+    launched, and no data is read.
+
+    Args: as those of `flash_attn_func`, with the same shapes.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
+    """
+    side = {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    plan = _plan(q, k, v, side, (0.0, softmax_scale, causal, softcap, False, False, window_size), backend)
+    left, right = window_size
+    problem = Problem16(
+        batch=q.shape[0],
+        seqlen_q=q.shape[1],
+        seqlen_k=k.shape[1],
+        heads_q=q.shape[2],
+        heads_k=k.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        dtype=q.dtype,
+        window=(left, 0 if causal else right),
+        softmax_scale=plan.softmax_scale,
+        softcap=plan.softcap,
+        alibi=alibi_slopes is not None,
+        sinks=sinks is not None,
+        copied=tuple(
+            name
+            for name, x, loadable in zip(("q", "k", "v"), (q, k, v), plan.loadable, strict=True)
+            if not _read_in_place(x, loadable)
+        ),
+        capability=device_capability(q.device),
+    )
+    return make_plan16(problem, plan.config, backend)
+
+
 def flash_attn_kernel(
     q: Tensor,
     k: Tensor,
@@ -112,17 +164,13 @@ def flash_attn_kernel(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> str:
-    """Name of the kernel that `flash_attn_func` runs with these arguments, without running it.
+    """Name of the kernel that `flash_attn_func` runs with these arguments: `flash_attn_explain(...).kernel`.
 
-    Args: as those of `flash_attn_func`, with the same shapes. The name holds what the kernel is compiled for: operands,
-    head_dim, mask, features, tile, options of the main loop; "reference" where no kernel runs.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
+    Args, Raises: as there.
     """
-    side = {"alibi_slopes": alibi_slopes, "sinks": sinks}
-    plan = _plan(q, k, v, side, (0.0, None, causal, softcap, False, False, window_size), backend)
-    return "reference" if plan.config is None else plan.config.name
+    return flash_attn_explain(
+        q, k, v, None, causal, window_size, softcap, alibi_slopes, sinks, backend
+    ).kernel
 
 
 def flash_attn_kvpacked_func(
@@ -440,7 +488,11 @@ def _attend(
 
 def _loaded(x: Tensor, loadable: bool) -> Tensor:
     """`x`, or a contiguous copy where TMA cannot read it: by its strides, or as its address is odd."""
-    return x if loadable and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    return x if _read_in_place(x, loadable) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _read_in_place(x: Tensor, loadable: bool) -> bool:
+    return loadable and x.data_ptr() % 16 == 0
 
 
 def reference(

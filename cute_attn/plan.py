@@ -33,7 +33,7 @@ P_ROUNDINGS: Final = ("code", "ex2", "cast")
 P_ROUNDINGS_OF: Final = {"e4m3": P_ROUNDINGS, "int8": ("code", "ex2")}
 """Roundings of P that kernels exist for, by the operands of Q K^T: "cast" is a baseline, of e4m3 alone."""
 QK_DTYPES: Final = tuple(P_ROUNDINGS_OF)
-WARPGROUP_ROWS: Final = 64  # query rows of a consumer warpgroup; packed, it holds whole groups of heads
+WARPGROUP_ROWS: Final = 64  # query rows of a consumer warpgroup; packed, it holds whole packs of heads
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -406,26 +406,39 @@ def _equivalent_keys(problem: Problem) -> int:
     return 3 * pairs * problem.heads_q * (wide + wide_v) // max(2 * elements, 1)
 
 
-def _tiles(problem: Problem, tile_m: int) -> tuple[int, int]:
-    """Tiles of one batch entry and key head: with a query head each, and with all its query heads packed."""
-    group = problem.heads_q // problem.heads_k
-    return -(-problem.seqlen_q // tile_m) * group, -(-problem.seqlen_q * group // tile_m)
+def _tiles(seqlen_q: int, group: int, pack_gqa: int, tile_m: int) -> int:
+    """Tiles of one batch entry and key head, whose `group` query heads share them `pack_gqa` at a time."""
+    return -(-seqlen_q * pack_gqa // tile_m) * (group // pack_gqa)
 
 
-def _choose_pack_gqa(problem: Problem, tile_m: int) -> tuple[int, str | None]:
-    """(`pack_gqa` of the kernel, the reason where there is one to give)."""
-    group = problem.heads_q // problem.heads_k
-    alone, packed = _tiles(problem, tile_m)
-    if packed == alone:
-        return 1, None
+_PACK_SAVES: Final = 10
+"""Packing must save more than one tile of this many. Time follows the rounds of tiles that an SM takes: what saved rounds was
+1.8 to 14 times as fast, what saved an eighth to a half of the tiles but no round 0.94 to 1.04
+(perf/tuning/packed_gqa.txt). Less is a round in few shapes, and was not measured."""
+
+
+def _choose_pack_gqa(group: int, seqlen_q: int, tile_m: int) -> tuple[int, str | None]:
+    """(`pack_gqa` of the kernel, the reason where there is one to give), for `group` query heads of a key head.
+
+    As many heads as the largest power of two that divides the group, at most the rows of a warpgroup: 8 of 8, 4 of
+    12, 64 of 128, 1 of 3.
+    """
+    heads = min(group & -group, WARPGROUP_ROWS)
+    alone = _tiles(seqlen_q, group, 1, tile_m)
     shared = f"{group} query heads share a key head"
-    if WARPGROUP_ROWS % group:
+    if heads == 1:
+        would_pay = (alone - _tiles(seqlen_q, group, group, tile_m)) * _PACK_SAVES > alone
         return 1, (
-            f"{shared}, which does not divide the {WARPGROUP_ROWS} rows of a warpgroup: each has tiles of "
+            f"{shared}: an odd number does not divide the {WARPGROUP_ROWS} rows of a warpgroup, so each has tiles of "
             "its own"
+            if would_pay
+            else None
         )
-    return group, (
-        f"{shared}: packed into shared tiles their rows need {packed} of them instead of {alone}, and each "
+    packed = _tiles(seqlen_q, group, heads, tile_m)
+    if (alone - packed) * _PACK_SAVES <= alone:
+        return 1, None
+    return heads, (
+        f"{shared}: with the rows of {heads} in shared tiles they need {packed} of them instead of {alone}, and each "
         "tile reads the keys anew"
     )
 
@@ -486,16 +499,34 @@ class Plan:
             "recipe": f"{recipe.name}: Q K^T in {recipe.qk_dtype}, P V in e4m3; scales Q {recipe.q_scale}, "
             f"K {k_scale}, V {recipe.v_scale}; rotation {recipe.rotation}; "
             f"{'' if recipe.smooth_k else 'no '}K smoothing; P by {recipe.p_rounding}",
-            "tiles": f"{config.tile_m} queries x {config.tile_n} keys, {config.kv_stages} K/V stages, "
-            f"{config.consumer_warpgroups} consumer warpgroups of {config.consumer_regs} registers"
-            f"; Q K^T in {_parts(config.qk_splits)}; P V in {_parts(len(config.pv_parts))}"
-            + (f"; rows of {config.pack_gqa} query heads packed" if config.pack_gqa > 1 else "")
-            + (f"; clusters of {config.cluster}" if config.cluster > 1 else ""),
+            "tiles": tiles_text(
+                config, f"Q K^T in {_parts(config.qk_splits)}; P V in {_parts(len(config.pv_parts))}"
+            ),
             "smem": f"{self.smem_bytes} of {SMEM_LIMIT} bytes{of_kernel}",
             "work tiles": f"{self.work_tiles}{of_kernel}",
         }
-        text = [f"{key:<10} {value}" for key, value in lines.items()]
-        return "\n".join([*text, "because", *(f"  - {reason}" for reason in self.reasons)])
+        return report_text(lines, self.reasons)
+
+
+def report_text(lines: dict[str, str], reasons: Iterable[str]) -> str:
+    """What `explain` prints, of either precision."""
+    text = [f"{key:<10} {value}" for key, value in lines.items()]
+    return "\n".join([*text, "because", *(f"  - {reason}" for reason in reasons)])
+
+
+def tiles_text(config: FwdConfig | Fwd16Config, steps: str) -> str:
+    """The tiles of a kernel in words; `steps` says how the products of a step are issued."""
+    return (
+        f"{config.tile_m} queries x {config.tile_n} keys, {config.kv_stages} K/V stages, "
+        f"{config.consumer_warpgroups} consumer warpgroups of {config.consumer_regs} registers; {steps}"
+        + (f"; rows of {config.pack_gqa} query heads packed" if config.pack_gqa > 1 else "")
+        + (f"; clusters of {config.cluster}" if config.cluster > 1 else "")
+    )
+
+
+def work_tiles(config: FwdConfig | Fwd16Config, batch: int, seqlen_q: int, heads_q: int, heads_k: int) -> int:
+    """Tiles of query rows that the kernel of `config` computes."""
+    return _tiles(seqlen_q, heads_q // heads_k, config.pack_gqa, config.tile_m) * heads_k * batch
 
 
 @functools.lru_cache(maxsize=4096)
@@ -527,7 +558,8 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
     key = (problem.head_dim, problem.head_dim_v, recipe.qk_dtype, causal, recipe.p_rounding)
     tile = find_tile(*key)
     reasons.append(f"tile {tile.tile_m} x {tile.tile_n}: {tile.why}")
-    pack_gqa, why_pack = _choose_pack_gqa(problem, tile.tile_m)
+    group = problem.heads_q // problem.heads_k
+    pack_gqa, why_pack = _choose_pack_gqa(group, problem.seqlen_q, tile.tile_m)
     if why_pack is not None:
         reasons.append(why_pack)
     cluster, why_cluster = _choose_cluster(tile, -(-problem.seqlen_q * pack_gqa // tile.tile_m), causal)
@@ -551,10 +583,9 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
             reasons.append(
                 "scales of a whole tensor or head need a pass for the largest magnitude before the quantiser"
             )
-    alone, packed = _tiles(problem, tile.tile_m)
-    work_tiles = (packed if pack_gqa > 1 else alone) * problem.heads_k * problem.batch
+    tiles = work_tiles(config, problem.batch, problem.seqlen_q, problem.heads_q, problem.heads_k)
     if problem.is_empty:
-        work_tiles = 0
+        tiles = 0
         reasons.append(
             "nothing is launched: " + ("there are no keys" if problem.seqlen_k == 0 else "there is no output")
         )
@@ -566,7 +597,7 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
         recipe=recipe,
         reasons=tuple(reasons),
         smem_bytes=config.smem_bytes,
-        work_tiles=work_tiles,
+        work_tiles=tiles,
         problem=problem,
     )
 
@@ -670,14 +701,32 @@ def forward16_config(
     Raises:
         ValueError: a head_dim or dtype for which there is no kernel.
     """
+    return forward16_choice(
+        head_dim, head_dim_v, dtype, causal, window, softcap, alibi, sinks, group, seqlen_q
+    )[0]
+
+
+def forward16_choice(
+    head_dim: int,
+    head_dim_v: int,
+    dtype: str,
+    causal: bool,
+    window: bool,
+    softcap: bool,
+    alibi: bool,
+    sinks: bool,
+    group: int,
+    seqlen_q: int,
+) -> tuple[Fwd16Config, tuple[str, ...]]:
+    """What `forward16_config` returns, and the reasons, one sentence for each choice."""
     columns = -(-max(head_dim, head_dim_v) // 32) * 32
     plain = not (causal or window or softcap or alibi)
     tile = next((t for t in TILES_16 if columns <= t.columns and t.plain in (None, plain)), TILES_16[-1])
-    pack_gqa = _packed_heads(group, seqlen_q, tile.tile_m)
-    cluster = 1
+    pack_gqa, why_pack = _choose_pack_gqa(group, seqlen_q, tile.tile_m)
+    cluster, why_cluster = 1, None
     if not window:  # whose tiles do not read the same keys
-        cluster, _ = _choose_cluster(tile, -(-seqlen_q * pack_gqa // tile.tile_m), causal)
-    return _fitted(
+        cluster, why_cluster = _choose_cluster(tile, -(-seqlen_q * pack_gqa // tile.tile_m), causal)
+    config = _fitted(
         Fwd16Config(
             head_dim=head_dim,
             head_dim_v=head_dim_v,
@@ -697,6 +746,12 @@ def forward16_config(
             pack_gqa=pack_gqa,
         )
     )
+    why_tile = f"tile {config.tile_m} x {config.tile_n}: {tile.why}"
+    if config.tile_n < tile.tile_n:
+        why_tile += f"; {config.tile_n} keys a step, as shared memory does not hold {tile.tile_n}"
+    if config.o_in_q:
+        why_tile += "; O is staged where Q was, so Q of the next tile is loaded after this one's end"
+    return config, tuple(why for why in (why_tile, why_pack, why_cluster) if why is not None)
 
 
 def _fitted(config: Fwd16Config) -> Fwd16Config:
@@ -705,18 +760,6 @@ def _fitted(config: Fwd16Config) -> Fwd16Config:
         config = dataclasses.replace(config, tile_n=config.tile_n - 16)
     config.check()
     return config
-
-
-def _packed_heads(group: int, seqlen_q: int, tile_m: int) -> int:
-    """Query heads whose rows share a tile: 1 unless that fills tiles clearly better."""
-    heads = group & -group  # the largest power of two that divides the group
-    while 64 % heads:
-        heads //= 2
-
-    def filled(rows: int) -> float:
-        return rows / (-(-rows // tile_m) * tile_m)
-
-    return heads if seqlen_q and filled(seqlen_q) < 0.9 * filled(seqlen_q * heads) else 1
 
 
 def all_forward16_configs() -> list[Fwd16Config]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import operator
@@ -23,6 +24,7 @@ from cute_attn import reference
 from cute_attn.bench import __main__ as cli
 from cute_attn.bench import cases, figures, lengths, overhead, peers, record, report, timing
 from cute_attn.kernels.config import FwdConfig, QuantizeConfig
+from cute_attn.plan import forward16_config
 
 CASE = cases.Case(batch=2, seqlen_q=200, seqlen_k=200, heads_q=4, heads_k=2, head_dim=64, causal=True)
 FWD = FwdConfig(128, 128, 128, 256, 2, "e4m3", "code", True, "bf16")
@@ -739,7 +741,8 @@ def test_quantiser_bytes() -> None:
 
 
 def test_figure_rows_and_grids() -> None:
-    shapes = {(128, causal): cases.Case(1, 16384, 16384, 16, 16, 128, causal) for causal in (False, True)}
+    cells = [cases.Case(1, 16384, 16384, 16, 16, 128, causal) for causal in (False, True)]
+    shapes = figures.figure_shapes(cells, cases.WINDOW)
     configs = [FWD, FWD, QUANTIZE]
     found = [kernel_figures(FWD), "RuntimeError: ptxas said no", kernel_figures(QUANTIZE, counts={"MUFU": 3})]
     rows = figures.figure_rows(configs, found, shapes)
@@ -748,8 +751,8 @@ def test_figure_rows_and_grids() -> None:
     assert all(row["head_dim_v"] == 128 for row in rows)
     mixed = dataclasses.replace(FWD, head_dim_v=64)
     (row,) = figures.figure_rows([mixed], [kernel_figures(mixed)], shapes)
-    assert row["implied_tflops"] == pytest.approx(0.75 * shapes[128, True].flops / row["implied_ms"] / 1e9)
-    assert rows[0]["implied_tflops"] == pytest.approx(shapes[128, True].flops / rows[0]["implied_ms"] / 1e9)
+    assert row["implied_tflops"] == pytest.approx(0.75 * cells[1].flops / row["implied_ms"] / 1e9)
+    assert rows[0]["implied_tflops"] == pytest.approx(cells[1].flops / rows[0]["implied_ms"] / 1e9)
     assert (rows[1]["status"], rows[1]["reason"]) == ("failed", "RuntimeError: ptxas said no")
     assert rows[2]["implied_bound"] == "HBM" and rows[2]["causal"] is None
     forward, quantisers = figures.figure_grids(rows)
@@ -757,6 +760,52 @@ def test_figure_rows_and_grids() -> None:
     assert forward.lines[0][:4] == [FWD.name, "168", "0", "100"]
     assert len(forward.lines[1]) == len(forward.headers) and forward.lines[1][1] == "failed"
     assert quantisers.lines[0][0] == QUANTIZE.name
+
+
+def test_figures_of_16_bit_kernels() -> None:
+    """Half the peak, half the depth of a product, no scales and no row of ones; steps that a window leaves."""
+    case = cases.Case(1, 1024, 1024, 2, 2, 128, False)
+    full, causal, window = (
+        forward16_config(128, 128, "bf16", **options) for options in ({}, {"causal": True}, {"window": True})
+    )
+    assert figures.tile_steps(full, case) == 2 * 8 * 8
+    assert figures.tile_steps(causal, case) == 2 * sum(range(1, 9))
+    windowed = dataclasses.replace(case, window=(300, 0))
+    # rows 128 i to 128 i + 127 see keys from 128 i - 300 on
+    assert figures.tile_steps(window, windowed) == 2 * (1 + 2 + 3 + 4 * 5)
+    assert figures.tile_steps(window, dataclasses.replace(case, window=(-1, 0))) == 2 * sum(range(1, 9))
+    assert figures.step_copies(full, {"HGMMA": 32}) == 2  # 128 / 16 + 128 / 16 for a step
+    bounds = figures.forward_roofline(full, case, {"HGMMA": 32, "MUFU": 12}, 2400)
+    steps = 2 * 8 * 8
+    assert bounds.tensor_ms == pytest.approx(steps * 2 * 128 * 128 * 256 / (1979e12 / 2) * 1e3)
+    assert bounds.hbm_ms == pytest.approx((4 * 2 * 1024 * 2 * 128 + 4 * 2048) / 4.8e12 * 1e3)
+
+    shapes = figures.figure_shapes([case, dataclasses.replace(case, causal=True)], (300, 0))
+    configs = [causal, window, FWD]
+    found = [kernel_figures(config, counts={"HGMMA": 32, "QGMMA": 0, "MUFU": 12}) for config in configs]
+    rows = figures.figure_rows(configs, found, shapes)
+    record.validate(meta(), rows)
+    assert [row["dtype"] for row in rows] == ["bf16", "bf16", "fp8"] and rows[0]["HGMMA"] == 32
+    assert (rows[1]["window_left"], rows[1]["window_right"]) == (300, 0) and "window_left" not in rows[0]
+    flops = 4.0 * 128 * 2 * cases.window_pairs(1024, 1024, (300, 0))
+    assert rows[1]["implied_tflops"] == pytest.approx(flops / rows[1]["implied_ms"] / 1e9)
+    eight, sixteen = figures.figure_grids(rows)
+    assert "8 bits" in eight.title and "16 bits" in sixteen.title
+    assert sixteen.headers[4:6] == ["HGMMA", "UTMALDG"] and len(sixteen.lines) == 2
+    assert sixteen.notes[0].startswith("Roofline of H200 SXM: 990 TFLOP/s dense 16-bit")
+    assert sixteen.notes[1] == "Windowed kernels: window (300, 0)."
+
+
+def test_pairs_that_a_window_leaves() -> None:
+    for (seqlen_q, seqlen_k), (left, right) in itertools.product(
+        ((5, 9), (9, 5), (4, 4)), itertools.product((-1, 0, 2, 20), repeat=2)
+    ):
+        q, k = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None]
+        behind = k - (q + seqlen_k - seqlen_q)
+        seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+        seen &= (behind >= -left) if left >= 0 else True
+        seen &= (behind <= right) if right >= 0 else True
+        assert cases.window_pairs(seqlen_q, seqlen_k, (left, right)) == int(seen.sum())
 
 
 def test_inspect_all_survives_a_worker_that_dies() -> None:
@@ -823,11 +872,14 @@ def test_run_without_a_gpu_reports_failures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "hopper_device", lambda: (False, "no CUDA GPU is visible to torch"))
-    stub_kernels(monkeypatch, [FWD], lambda config: "RuntimeError: ptxas said no")
-    assert cli.main(["--report", "figures", "--dtype", "bf16"]) == 1
-    text = " ".join(capsys.readouterr().out.split())
-    assert "is about the 8-bit kernels" in text and f"{FWD.name}: RuntimeError: ptxas said no" in text
-    assert "1 results of cute_attn are missing or wrong" in text
+    both = forward16_config(128, 128, "bf16"), forward16_config(128, 128, "fp16")
+    stub_kernels(monkeypatch, [FWD, *both], lambda config: "RuntimeError: ptxas said no")
+    for dtype, name in (("bf16", both[0].name), ("fp8", FWD.name)):
+        assert cli.main(["--report", "figures", "--dtype", dtype]) == 1
+        text = " ".join(capsys.readouterr().out.split())
+        assert ("no emulator" in text) == (dtype == "bf16")
+        assert f"{name}: RuntimeError: ptxas said no" in text
+        assert "1 results of cute_attn are missing or wrong" in text
 
 
 def test_run_on_a_hopper_gpu_times_the_grid(

@@ -23,7 +23,14 @@ import pytest
 from cute_attn import cache, plan
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelFigures
-from cute_attn.kernels.config import HEAD_DIMS, REGISTERS_PER_SM, SMEM_LIMIT, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import (
+    HEAD_DIMS,
+    HEAD_DIMS_16BIT,
+    REGISTERS_PER_SM,
+    SMEM_LIMIT,
+    FwdConfig,
+    QuantizeConfig,
+)
 from cute_attn.problem import Problem
 from cute_attn.quantize import PRESETS
 
@@ -263,6 +270,52 @@ def test_chosen_kernels_are_those_that_plans_name() -> None:
     assert chosen == planned
 
 
+def test_chosen_16_bit_kernels_are_those_that_plans_name() -> None:
+    pairs = [(192, 128), (40, 72), *((d, d) for d in HEAD_DIMS_16BIT)]
+    features = [frozenset[str](), frozenset({"softcap"}), frozenset({"alibi", "sinks"})]
+    chosen = set(compiler._chosen16(pairs, ["bf16", "fp16"], compiler.MASKS, features, [1, 8]))
+    planned = {
+        plan.forward16_config(
+            *pair,
+            dtype,
+            causal=mask == "causal",
+            window=mask == "window",
+            softcap="softcap" in some,
+            alibi="alibi" in some,
+            sinks="sinks" in some,
+            group=group,
+            seqlen_q=queries,
+        )
+        for pair, dtype, mask, some, group, queries in itertools.product(
+            pairs, ("bf16", "fp16"), compiler.MASKS, features, (1, 8), (3, 260, 4096)
+        )
+    }
+    assert planned <= chosen
+    # the rest: packed rows in clusters, which only sequences of a certain length take
+    assert all(config.pack_gqa == 8 and config.cluster == 2 for config in chosen - planned)
+
+
+def test_command_takes_both_precisions(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def chosen(*args: Any) -> list[Any]:
+        seen.append(args)
+        return [plan.transpose_config(64)]
+
+    monkeypatch.setattr(compiler, "_chosen", chosen)
+    monkeypatch.setattr(compiler, "_chosen16", chosen)
+    words = "--bits 8,16 --head-dim 64 --dtype bf16 --mask window --features none,softcap+sinks --jobs 1"
+    assert compiler.main(words.split()) == 0
+    sets = [frozenset(), frozenset({"softcap", "sinks"})]
+    assert seen == [
+        (["default"], [(64, 64)], ["bf16"], [1]),
+        ([(64, 64)], ["bf16"], ["window"], sets, [1]),
+    ]
+    seen.clear()
+    assert compiler.main(["--bits", "16", "--head-dim", "72:40", "--jobs", "1"]) == 0
+    assert seen == [([(72, 40)], ["bf16", "fp16"], ["full", "causal"], [frozenset()], [1])]
+
+
 @pytest.mark.parametrize(
     ("text", "pairs"),
     [
@@ -314,11 +367,15 @@ def test_command_without_a_cache_is_an_error(
         (["--recipe", "fast"], "'fast' is not among naive, paper, fp8, accurate, default"),
         (
             ["--head-dim", "64,100"],
-            "'100' is no multiple of 16 from 32 to 256, nor two of them as HEAD_DIM:HEAD",
+            "'100' is no multiple of 8 from 32 to 256, nor two of them as HEAD_DIM:HEAD",
         ),
-        (["--head-dim", "192:100"], "'192:100' is no multiple of 16 from 32 to 256"),
-        (["--head-dim", "192:128:64"], "'192:128:64' is no multiple of 16"),
-        (["--head-dim", "64,"], "'' is no multiple of 16"),
+        (["--head-dim", "192:100"], "'192:100' is no multiple of 8 from 32 to 256"),
+        (["--head-dim", "192:128:64"], "'192:128:64' is no multiple of 8"),
+        (["--head-dim", "64,"], "'' is no multiple of 8"),
+        (["--head-dim", "64,128:72"], "8 bits take multiples of 16, got 128:72"),
+        (["--bits", "4"], "4 is not among 8, 16"),
+        (["--mask", "full,block"], "'block' is not among full, causal, window"),
+        (["--features", "softcap+bias"], "'softcap+bias' is neither none nor some of softcap, alibi, sinks"),
         (["--pack-gqa", "3"], "3 is not among 1, 2, 4, 8, 16, 32, 64"),
         (["--dtype", "bf16,fp8"], "'fp8' is not among bf16, fp16"),
         (["--jobs", "0"], "must be at least 1, got 0"),

@@ -302,13 +302,15 @@ def test_head_dims_with_every_accumulator(accumulator: str, two_level: bool) -> 
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 3, 17, 100])
-@pytest.mark.parametrize(("heads_q", "heads_k"), [(2, 1), (8, 2), (64, 1)])
-def test_packed_heads_change_finite_results_by_nothing(seqlen_q: int, heads_q: int, heads_k: int) -> None:
+@pytest.mark.parametrize(("heads_q", "heads_k", "pack"), [(2, 1, 2), (8, 2, 4), (12, 2, 2), (64, 1, 64)])
+def test_packed_heads_change_finite_results_by_nothing(
+    seqlen_q: int, heads_q: int, heads_k: int, pack: int
+) -> None:
     qkv = make("accurate", 1, seqlen_q, 200, heads_q, heads_k)
     for causal in (False, True):
         alone, packed = (
-            emulate_forward(qkv, causal=causal, pack_gqa=pack, out_dtype=torch.float32)
-            for pack in (1, heads_q // heads_k)
+            emulate_forward(qkv, causal=causal, pack_gqa=heads, out_dtype=torch.float32)
+            for heads in (1, pack)
         )
         torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
 

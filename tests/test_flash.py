@@ -18,7 +18,14 @@ from torch import Tensor
 
 import cute_attn
 from cute_attn import compile as compiler
-from cute_attn import flash, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, plan
+from cute_attn import (
+    flash,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    plan,
+    plan16,
+)
 from cute_attn.compile import KernelFigures
 from cute_attn.kernels.config import (
     HEAD_DIMS_16BIT,
@@ -334,6 +341,50 @@ def test_rows_of_a_group_share_tiles_where_that_fills_them() -> None:
 
     assert packed(8, 1) == 8 and packed(6, 1) == 2 and packed(128, 1) == 64 and packed(1, 1) == 1
     assert packed(8, 4096) == 1 and packed(8, 128) == 1 and packed(8, 129) == 8 and packed(8, 0) == 1
+
+
+def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is that of the call, and each choice has its reason."""
+    monkeypatch.setattr(flash, "device_capability", lambda device: (9, 0))
+
+    def explained(*shape: int, **options: Any) -> tuple[plan16.Plan16, str]:
+        made = flash.flash_attn_explain(*tensors(*shape), **options)
+        return made, " ".join(str(made).split())
+
+    made, text = explained(2, 300, 5000, 12, 2, 128, 64, causal=True)
+    assert made.kernel == forward16_config(128, 64, "bf16", causal=True, group=6, seqlen_q=300).name
+    assert (made.backend, made.work_tiles) == ("sm90", 2 * 2 * 3 * 5)
+    for part in (
+        f"kernel {made.kernel}",
+        "seqlen_q 300, seqlen_k 5000, heads_q 12, heads_k 2, head_dim 128, head_dim_v 64, causal, torch.bfloat16",
+        "128 queries x 128 keys, 2 K/V stages, 2 consumer warpgroups of 240 registers; Q K^T of the next tile",
+        "rows of 2 query heads packed",
+        f"smem {made.smem_bytes} of 232448 bytes work tiles 60 results 0.879 MiB out, 0.0275 MiB lse because",
+        "the GPU has compute capability 9.0 (Hopper)",
+        "6 query heads share a key head: with the rows of 2 in shared tiles they need 15 of them instead of 18",
+    ):
+        assert part in text, text
+    assert "copied" not in text and "mask hides nothing" not in text
+
+    assert "the causal kernel serves" in explained(causal=True, window_size=(9, 9))[1]
+    windowed, text = explained(window_size=(2, -1), softcap=3.0, alibi_slopes=torch.zeros(4))
+    assert "window (2, -1), softcap 3, ALiBi" in text and "no others" in text
+    assert windowed.config is not None and windowed.config.window
+    assert "one query row sees every key: the mask hides nothing" in explained(2, 1, causal=True)[1]
+    assert "every query sees every key" in explained(window_size=(7, 5))[1]
+    assert "a pass over q" in explained(softmax_scale=-1.0)[1]
+    assert "keys a step, as shared memory does not hold" in explained(1, 9, 9, 2, 2, 136, 168)[1]
+    empty, text = explained(2, 5, 0)
+    assert (empty.kernel, empty.work_tiles, empty.smem_bytes) == ("reference", 0, 0)
+    assert "nothing is launched: there are no keys" in text
+
+    q, k, v = tensors(head_dim_v=64)
+    text = str(flash.flash_attn_explain(q, k[:1].expand(2, -1, -1, -1), v[..., 8:40]))
+    assert "k is copied first" in text and "v is copied" not in text and "q is copied" not in text
+    made = flash.flash_attn_explain(q, k, v, backend="reference")
+    assert (made.backend, made.kernel) == ("reference", "reference") and "scores" in str(made)
+    with pytest.raises(ValueError, match="window_size"):
+        flash.flash_attn_explain(q, k, v, window_size=(-2, 0))
 
 
 def test_sample_of_kernels_has_each_feature() -> None:

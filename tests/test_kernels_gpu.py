@@ -494,6 +494,14 @@ def test_forward_of_packed_heads(config: FwdConfig) -> None:
 
 
 @pytest.mark.parametrize("config", PACKED[:4], ids=lambda config: config.name)
+def test_packs_of_a_part_of_the_heads(config: FwdConfig) -> None:
+    """Three packs to a key head: the group is no power of two."""
+    heads = 3 * config.pack_gqa
+    for seqlen_q, seqlen_k in ((1, 333), (100, 333), (100, 40)):
+        check_forward(operands((2, seqlen_q, seqlen_k, 2 * heads, 2), config), config)
+
+
+@pytest.mark.parametrize("config", PACKED[:4], ids=lambda config: config.name)
 def test_many_packed_tiles(config: FwdConfig) -> None:
     """More tiles than SMs: each CTA takes several, of other heads and batch entries."""
     check_forward(operands((3, 300, 300, 12 * config.pack_gqa, 12), config), config)

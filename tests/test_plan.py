@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -247,7 +248,7 @@ def test_plans_name_kernels_that_can_be_built(case: Problem, backend: str) -> No
     assert made.config.qk_dtype == case.recipe.qk_dtype
     assert made.config.p_rounding == case.recipe.p_rounding
     assert (made.config.head_dim, made.config.head_dim_v) == (case.head_dim, case.head_dim_v)
-    assert made.config.pack_gqa in (1, case.heads_q // case.heads_k)
+    assert case.heads_q // case.heads_k % made.config.pack_gqa == 0
     assert made.smem_bytes == made.config.smem_bytes
     assert (made.quantize_config is None) == (case.in_dtype is None)
     if made.quantize_config is not None:
@@ -274,14 +275,28 @@ def test_work_tiles_cover_every_row(case: Problem) -> None:
     assert (tiles - 1) * made.config.tile_m < case.seqlen_q * pack <= tiles * made.config.tile_m
 
 
-@given(PROBLEMS)
-def test_rows_are_packed_where_that_needs_fewer_tiles(case: Problem) -> None:
-    made = make_plan(case, "emulator")
-    group, tile_m = case.heads_q // case.heads_k, made.config.tile_m
-    fewer = -(-case.seqlen_q // tile_m) * group > -(-case.seqlen_q * group // tile_m)
-    assert (made.config.pack_gqa > 1) == (fewer and 64 % group == 0)
-    said = [reason for reason in made.reasons if f"{group} query heads share a key head" in reason]
-    assert len(said) == fewer
+@given(
+    st.integers(1, 200),
+    st.integers(0, 5000),
+    st.sampled_from([64, 128, 192]),
+    st.sampled_from([64, 128, 256]),
+)
+def test_rows_are_packed_where_that_saves_more_than_a_tenth_of_the_tiles(
+    group: int, seqlen_q: int, tile_m: int, head_dim: int
+) -> None:
+    """One rule for both precisions: as many heads as a power of two divides them by."""
+    heads = math.gcd(group, 64)
+    alone = -(-seqlen_q // tile_m) * group
+    packed = -(-seqlen_q * heads // tile_m) * (group // heads)
+    pays = 10 * packed < 9 * alone
+    found, why = plan._choose_pack_gqa(group, seqlen_q, tile_m)
+    assert found == (heads if pays else 1)
+    assert why is None or f"{group} query heads share a key head" in why
+    assert (why is None) == (not pays) or group % 2  # an odd number is told why not
+    eight = make_plan(problem(seqlen_q=seqlen_q, heads_q=group, heads_k=1, head_dim=head_dim), "auto").config
+    sixteen = plan.forward16_config(head_dim, head_dim, "bf16", group=group, seqlen_q=seqlen_q)
+    for config in (eight, sixteen):
+        assert config.pack_gqa == plan._choose_pack_gqa(group, seqlen_q, config.tile_m)[0]
 
 
 @pytest.mark.parametrize(
@@ -296,8 +311,13 @@ def test_rows_are_packed_where_that_needs_fewer_tiles(case: Problem) -> None:
         (100, (4, 1), 1, 4),  # 400 rows take four tiles, too
         (128, (4, 1), 1, 4),
         (129, (4, 1), 4, 5),
+        (1500, (2, 1), 1, 24),  # and 24 tiles packed
+        (1160, (4, 1), 1, 40),  # 37 tiles packed: less than a tenth saved
+        (513, (2, 1), 1, 10),  # 9 tiles packed: a tenth, no more
         (1, (3, 1), 1, 3),  # 3 does not divide 64
-        (1, (128, 1), 1, 128),
+        (1, (6, 1), 2, 3),
+        (1, (12, 1), 4, 3),
+        (1, (128, 1), 64, 2),
     ],
 )
 def test_packing_of_query_heads(seqlen_q: int, heads: tuple[int, int], pack: int, tiles: int) -> None:
@@ -308,7 +328,7 @@ def test_packing_of_query_heads(seqlen_q: int, heads: tuple[int, int], pack: int
     assert made.config.tile_m == 128
     assert (made.config.pack_gqa, made.work_tiles) == (pack, 5 * tiles)
     assert (f"_g{pack}" in made.kernel) == (pack > 1)
-    assert ("does not divide the 64 rows of a warpgroup" in text_of(made)) == (heads_q in (3, 128))
+    assert ("an odd number does not divide the 64 rows of a warpgroup" in text_of(made)) == (heads_q == 3)
     assert (f"rows of {pack} query heads packed" in text_of(made)) == (pack > 1)
 
 

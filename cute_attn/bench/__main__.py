@@ -341,7 +341,7 @@ class Run:
             self.console.print(grid.rich())
 
     def figures(self) -> None:
-        """Registers, spills and counts of the compiled kernels, and their roofline times.
+        """Registers, spills and counts of the compiled kernels of the precision asked for, and their roofline times.
 
         Kernels that pack GQA are left out: the shapes of the grid do not call them.
         """
@@ -350,32 +350,32 @@ class Run:
         from cute_attn.kernels.config import Fwd16Config
 
         options = self.options
+        sixteen = options.dtype != "fp8"
         configs = [
             config
             for config in compiler.configurations()
-            if not isinstance(config, Fwd16Config)
+            if isinstance(config, Fwd16Config) == sixteen
+            and (not isinstance(config, Fwd16Config) or config.dtype == options.dtype)
             and {config.head_dim, config.head_dim_v} <= set(options.head_dim)
             and getattr(config, "pack_gqa", 1) == 1
         ]
         if options.quick:  # one kernel for each head_dim and kind of operands
             seen: dict[Any, Any] = {}
             for config in configs:
-                kind = (type(config), config.head_dim, config.qk_dtype, getattr(config, "p_rounding", None))
-                seen.setdefault(kind, config)
+                traits = (getattr(config, name, None) for name in ("qk_dtype", "p_rounding"))
+                seen.setdefault((type(config), config.head_dim, *traits), config)
             configs = list(seen.values())
         seqlen = max(options.seqlen or cases.SEQLENS)
-        shapes = {
-            (case.head_dim, case.causal): case
-            for case in cases.grid(
-                seqlens=[seqlen],
-                head_dims=options.head_dim,
-                tokens=max(options.tokens, seqlen),
-                hidden=options.hidden,
-                batch=options.batch,
-                heads=options.heads,
-                heads_k=options.heads_k,
-            )
-        }
+        cells = cases.grid(
+            seqlens=[seqlen],
+            head_dims=options.head_dim,
+            tokens=max(options.tokens, seqlen),
+            hidden=options.hidden,
+            batch=options.batch,
+            heads=options.heads,
+            heads_k=options.heads_k,
+        )
+        shapes = figures.figure_shapes(cells, cases.WINDOW)
         with self.progress() as progress:
             task = progress.add_task("compiling for sm_90a", total=len(configs))
             found = figures.inspect_all(configs, jobs=options.jobs, on_done=lambda: progress.advance(task))
@@ -472,10 +472,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "the compiled sm_90a code."
         )
         if options.dtype != "fp8":
-            notice += (
-                f" Timing the 16-bit kernels with --dtype {options.dtype} takes a GPU: what follows is about the 8-bit "
-                "kernels."
-            )
+            notice += " The 16-bit kernels have no emulator: the errors are those of the 8-bit ones."
         head.insert(0, notice)
         console.print(notice, style="bold yellow")
     for line in head if hopper else head[1:]:

@@ -18,6 +18,9 @@ HEAD_DIMS = (64, 128, 256)
 TOKENS = 16384
 HIDDEN = 2048
 
+NO_WINDOW = (-1, -1)
+WINDOW = (1024, 0)  # a causal sliding window
+
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Largest relative RMSE of any one sampled row of a right output on N(0, 1) inputs is about 0.1 for 8-bit
@@ -27,7 +30,8 @@ WORST_ROW_LIMIT = {"fp8": 0.35, "bf16": 0.05, "fp16": 0.05}
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the grid."""
+    """One cell of the grid. With `lengths`, sequences of these lengths lie one behind another in a batch of tokens:
+    `batch` is their number and `seqlen_q` = `seqlen_k` the largest."""
 
     batch: int
     seqlen_q: int
@@ -36,11 +40,21 @@ class Case:
     heads_k: int
     head_dim: int
     causal: bool
+    window: tuple[int, int] = NO_WINDOW  # (left, right), -1 for no end; right 0 with a causal mask
+    lengths: tuple[int, ...] = ()
 
     @property
     def flops(self) -> float:
-        """Floating-point operations as the papers count them, with half of S for a causal mask."""
-        full = 4.0 * self.seqlen_q * self.seqlen_k * self.head_dim * self.heads_q * self.batch
+        """Floating-point operations as the papers count them, with half of S for a causal mask; with a window, of the
+        pairs that it leaves."""
+        operations = 4.0 * self.head_dim * self.heads_q
+        if self.window != NO_WINDOW:
+            pairs = window_pairs(self.seqlen_q, self.seqlen_k, self.window)
+            return operations * pairs * self.batch
+        if self.lengths:
+            full = operations * math.fsum(length * length for length in self.lengths)
+        else:
+            full = operations * self.seqlen_q * self.seqlen_k * self.batch
         return full / 2 if self.causal else full
 
     @property
@@ -59,7 +73,7 @@ class Case:
     @property
     def fields(self) -> dict[str, int | bool]:
         """The case as fields of a record's row."""
-        return {
+        fields: dict[str, int | bool] = {
             "batch": self.batch,
             "seqlen_q": self.seqlen_q,
             "seqlen_k": self.seqlen_k,
@@ -68,11 +82,30 @@ class Case:
             "head_dim": self.head_dim,
             "causal": self.causal,
         }
+        if self.window != NO_WINDOW:
+            fields |= {"window_left": self.window[0], "window_right": self.window[1]}
+        if self.lengths:
+            fields |= {"tokens": sum(self.lengths)}
+        return fields
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
+        mask += "" if self.window == NO_WINDOW else f" window {self.window[0]},{self.window[1]}"
         heads = str(self.heads_q) if self.heads_q == self.heads_k else f"{self.heads_q}/{self.heads_k}"
-        return f"d {self.head_dim} {mask} seqlen {self.seqlen_k} batch {self.batch} heads {heads}"
+        seqlen = f"{min(self.lengths)} to {self.seqlen_k}" if self.lengths else f"{self.seqlen_k}"
+        return f"d {self.head_dim} {mask} seqlen {seqlen} batch {self.batch} heads {heads}"
+
+
+def window_pairs(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> int:
+    """Pairs of a query and a key that a window (left, right) leaves, -1 for no end; aligned bottom-right."""
+    left, right = window
+    pairs = 0
+    for query in range(seqlen_q):
+        at = query + seqlen_k - seqlen_q
+        first = 0 if left < 0 else max(0, at - left)
+        last = seqlen_k - 1 if right < 0 else min(seqlen_k - 1, at + right)
+        pairs += max(0, last + 1 - first)
+    return pairs
 
 
 def grid(

@@ -5,8 +5,8 @@ long the largest shape of the grid would take. Nothing here is measured: the tim
 unit but the slowest is free. Four units are looked at:
 
 tensor
-    the multiply-adds of all key tiles that the kernel visits, the row-sum rows included, at the dense 8-bit
-    peak of the data sheet.
+    the multiply-adds of all key tiles that the kernel visits, the row-sum rows of 8 bits included, at the dense peak
+    of the data sheet.
 issue
     instructions of a main-loop step at one a clock and scheduler. The code holds a few copies of the step
     (with and without mask, prologue); their number follows from the count of WGMMA instructions, and all
@@ -21,6 +21,7 @@ HBM
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -32,12 +33,20 @@ from cute_attn.bench import record
 from cute_attn.bench.cases import Case
 from cute_attn.bench.peers import OURS
 from cute_attn.bench.report import Grid
-from cute_attn.kernels.config import K_SCALE_GROUP, SUM_ROWS, V_SCALE_GROUP, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import (
+    K_SCALE_GROUP,
+    SUM_ROWS,
+    V_SCALE_GROUP,
+    Fwd16Config,
+    FwdConfig,
+    QuantizeConfig,
+)
 
-Config = FwdConfig | QuantizeConfig
+Forward = FwdConfig | Fwd16Config
+Config = Forward | QuantizeConfig
 
 # NVIDIA's data sheets of H100 SXM and H200 SXM (same chip): 132 SMs, 1979 TFLOP/s dense FP8, so 8192 FLOP a
-# clock and SM at 1.83 GHz. HBM is H200's.
+# clock and SM at 1.83 GHz, and half of that in 16 bits. HBM is H200's.
 SM_COUNT = 132
 TENSOR_FLOPS = 1979e12
 CLOCK_HZ = TENSOR_FLOPS / (SM_COUNT * 8192)
@@ -74,24 +83,33 @@ class Roofline:
         return self.bounds[self.unit]
 
 
-def tile_steps(config: FwdConfig, case: Case) -> int:
-    """Key tiles that all tiles of query rows visit together. Causal: up to the last key that a tile sees."""
+def tile_steps(config: Forward, case: Case) -> int:
+    """Key tiles that all tiles of query rows visit together: from the first key that a tile's rows see to the last."""
     rows = case.seqlen_q * config.pack_gqa
+    left, right = case.window if config.window else (-1, 0 if config.causal else -1)
+    shift = case.seqlen_k - case.seqlen_q
     steps = 0
     for block in range(-(-rows // config.tile_m)):
-        keys = case.seqlen_k
-        if config.causal:
+        first, end = 0, case.seqlen_k
+        if right >= 0:
             last_query = (min((block + 1) * config.tile_m, rows) - 1) // config.pack_gqa
-            keys = min(keys, max(0, last_query + 1 + case.seqlen_k - case.seqlen_q))
-        steps += -(-keys // config.tile_n)
+            end = min(end, max(0, last_query + 1 + shift + right))
+        if left >= 0:
+            first = max(0, block * config.tile_m // config.pack_gqa + shift - left)
+        steps += max(0, -(-end // config.tile_n) - first // config.tile_n)
     return steps * case.heads_q // config.pack_gqa * case.batch
 
 
-def step_copies(config: FwdConfig, counts: dict[str, int]) -> float:
-    """How often a main-loop step stands in the code, by the WGMMA instructions it takes (k = 32 each)."""
-    steps_qk = config.qk_splits * (config.head_dim_padded // 32)
-    steps_pv = len(config.pv_parts) * (config.tile_n // 32)
-    return (counts.get("QGMMA", 0) + counts.get("IGMMA", 0)) / (steps_qk + steps_pv)
+def _bits(config: Forward) -> int:
+    return 16 if isinstance(config, Fwd16Config) else 8
+
+
+def step_copies(config: Forward, counts: dict[str, int]) -> float:
+    """How often a main-loop step stands in the code, by the WGMMA instructions it takes: 32 bytes of k each."""
+    k = 256 // _bits(config)
+    steps_qk = (config.qk_splits if isinstance(config, FwdConfig) else 1) * (config.head_dim_padded // k)
+    steps_pv = len(config.pv_parts) * (config.tile_n // k)
+    return sum(counts.get(name, 0) for name in ("QGMMA", "IGMMA", "HGMMA")) / (steps_qk + steps_pv)
 
 
 def _elements(config: Config, case: Case) -> tuple[int, int, int, int]:
@@ -103,11 +121,11 @@ def _elements(config: Config, case: Case) -> tuple[int, int, int, int]:
 
 
 def forward_roofline(
-    config: FwdConfig, case: Case, counts: dict[str, int], instructions: int | None
+    config: Forward, case: Case, counts: dict[str, int], instructions: int | None
 ) -> Roofline:
     """Bounds of the forward kernel on `case`; `instructions` are all of the kernel's, padding left out."""
     steps = tile_steps(config, case)
-    columns = config.head_dim_padded + config.head_dim_v + SUM_ROWS
+    columns = config.head_dim_padded + config.v_columns + (SUM_ROWS if isinstance(config, FwdConfig) else 0)
     work = steps * 2.0 * config.tile_m * config.tile_n * columns
     copies = step_copies(config, counts)
 
@@ -125,11 +143,12 @@ def forward_roofline(
     q, k, v, out = _elements(config, case)
     rows = case.batch * case.heads_q * case.seqlen_q
     heads_k = case.batch * case.heads_k
-    scales = 4 * (
-        rows + heads_k * -(-case.seqlen_k // K_SCALE_GROUP) + heads_k * -(-case.seqlen_k // V_SCALE_GROUP)
-    )
-    moved = q + k + v + scales + 2 * out + 4 * rows
-    return Roofline(work / TENSOR_FLOPS * 1e3, issue, mufu, moved / HBM_BYTES * 1e3)
+    moved = _bits(config) // 8 * (q + k + v) + 2 * out + 4 * rows
+    if isinstance(config, FwdConfig):
+        groups = -(-case.seqlen_k // K_SCALE_GROUP) + -(-case.seqlen_k // V_SCALE_GROUP)
+        moved += 4 * (rows + heads_k * groups)
+    tensor = work / TENSOR_FLOPS * _bits(config) / 8
+    return Roofline(tensor * 1e3, issue, mufu, moved / HBM_BYTES * 1e3)
 
 
 def quantize_bytes(config: QuantizeConfig, case: Case) -> int:
@@ -193,25 +212,43 @@ def inspect_all(
     return [results[number] for number in range(len(configs))]
 
 
+def shape_key(config: Config) -> tuple[int, str]:
+    """What a configuration's shape is looked up by: head_dim, and the mask: "full", "causal" or "window"."""
+    if isinstance(config, QuantizeConfig):
+        return config.head_dim, "full"
+    return config.head_dim, "causal" if config.causal else "window" if config.window else "full"
+
+
+def figure_shapes(cells: Sequence[Case], window: tuple[int, int]) -> dict[tuple[int, str], Case]:
+    """Shapes by `shape_key` from one cell for each head_dim and mask; a windowed one is made from the full one."""
+    shapes = {(case.head_dim, "causal" if case.causal else "full"): case for case in cells}
+    windowed = {
+        (case.head_dim, "window"): dataclasses.replace(case, window=window)
+        for case in cells
+        if not case.causal
+    }
+    return shapes | windowed
+
+
 def figure_rows(
-    configs: Sequence[Config], figures: Sequence[Any], shapes: dict[tuple[int, bool], Case]
+    configs: Sequence[Config], figures: Sequence[Any], shapes: dict[tuple[int, str], Case]
 ) -> list[dict]:
-    """Rows of phase "figures"; `shapes` gives the case of each (head_dim, causal) that the roofline is for.
+    """Rows of phase "figures"; `shapes` gives the case of each `shape_key` that the roofline is for.
 
     `ms` stays empty, as nothing ran: the times are in the fields that begin with `implied_`.
     """
     rows = []
     for config, figure in zip(configs, figures, strict=True):
-        forward = isinstance(config, FwdConfig)
-        case = shapes[config.head_dim, config.causal if isinstance(config, FwdConfig) else False]
+        forward = not isinstance(config, QuantizeConfig)
+        case = shapes[shape_key(config)]
         row = record.make_row(
             provider=OURS,
             kernel=config.name,
             backend="sm90",
             phase="figures",
-            dtype="fp8",
+            dtype=config.dtype if isinstance(config, Fwd16Config) else "fp8",
             head_dim_v=config.head_dim_v,
-            **(case.fields | {"causal": config.causal if isinstance(config, FwdConfig) else None}),
+            **(case.fields | {"causal": None if isinstance(config, QuantizeConfig) else config.causal}),
         )
         if isinstance(figure, str):
             row.update(status="failed", reason=figure)
@@ -219,11 +256,12 @@ def figure_rows(
             continue
         counts = figure.counts
         instructions = getattr(figure, "total", None)
-        if isinstance(config, FwdConfig):
-            bounds = forward_roofline(config, case, counts, instructions)
-        else:
+        if isinstance(config, QuantizeConfig):
             bounds = Roofline(None, None, None, quantize_bytes(config, case) / HBM_BYTES * 1e3)
+        else:
+            bounds = forward_roofline(config, case, counts, instructions)
         flops = case.flops * (config.head_dim + config.head_dim_v) / (2 * config.head_dim)
+        names = ("QGMMA", "IGMMA", "HGMMA", "UTMALDG", "MUFU", "LDL", "STL")
         row.update(
             registers=figure.registers,
             stack_bytes=figure.stack_bytes,
@@ -233,7 +271,7 @@ def figure_rows(
             serialized_wgmma=figure.serialized_wgmma,
             compile_seconds=figure.compile_seconds,
             instructions=instructions,
-            **{name: counts.get(name, 0) for name in ("QGMMA", "IGMMA", "UTMALDG", "MUFU", "LDL", "STL")},
+            **{name: counts.get(name, 0) for name in names},
             mufu_ex2=counts.get("MUFU.EX2", 0),
             implied_tensor_ms=bounds.tensor_ms,
             implied_issue_ms=bounds.issue_ms,
@@ -248,14 +286,22 @@ def figure_rows(
 
 
 def figure_grids(rows: Sequence[dict[str, Any]]) -> list[Grid]:
-    """Tables of the forward kernels and of the quantisers."""
+    """Tables of the forward kernels of each precision and of the quantisers."""
     found = [row for row in rows if row["phase"] == "figures"]
+    kinds: dict[str, tuple[list[dict[str, Any]], tuple[str, ...]]] = {
+        "Forward kernels, 8 bits": (
+            [row for row in found if row["causal"] is not None and row["dtype"] == "fp8"],
+            ("QGMMA", "IGMMA"),
+        ),
+        "Forward kernels, 16 bits": ([row for row in found if row["dtype"] != "fp8"], ("HGMMA",)),
+        "Quantisers": ([row for row in found if row["causal"] is None], ()),
+    }
     grids = []
-    for title, forward in (("Forward kernels", True), ("Quantisers", False)):
-        group = [row for row in found if (row["causal"] is not None) == forward]
+    for title, (group, products) in kinds.items():
         group.sort(key=lambda row: row["head_dim"])  # stable: the order within one head_dim stays
         if not group:
             continue
+        forward = bool(products)
         shape = group[0]
         hidden = shape["heads_q"] * shape["head_dim"]
         size = f"seqlen {shape['seqlen_k']}, batch {shape['batch']}, heads x head_dim {hidden}"
@@ -265,8 +311,7 @@ def figure_grids(rows: Sequence[dict[str, Any]]) -> list[Grid]:
         )
         if forward:
             grid.headers += [
-                "QGMMA",
-                "IGMMA",
+                *products,
                 "UTMALDG",
                 "MUFU",
                 "tensor us",
@@ -280,23 +325,31 @@ def figure_grids(rows: Sequence[dict[str, Any]]) -> list[Grid]:
         for number, row in enumerate(group):
             if number and row["head_dim"] != group[number - 1]["head_dim"]:
                 grid.sections.add(number - 1)
-            grid.lines.append(_figure_line(row, len(grid.headers), forward))
+            grid.lines.append(_figure_line(row, len(grid.headers), products))
             if row["status"] != "ok":
                 grid.notes.append(f"{row['kernel']}: {row['reason']}")
             elif row["serialized_wgmma"]:
                 grid.notes.append(f"{row['kernel']}: the compiler serialised its WGMMA instructions")
         if forward:
+            eight = "QGMMA" in products
             grid.notes.append(
-                f"Roofline of H200 SXM: {TENSOR_FLOPS / 1e12:.0f} TFLOP/s dense 8-bit, {SM_COUNT} SMs at "
+                f"Roofline of H200 SXM: {TENSOR_FLOPS / 1e12 / (1 if eight else 2):.0f} TFLOP/s dense "
+                f"{8 if eight else 16}-bit, {SM_COUNT} SMs at "
                 f"{CLOCK_HZ / 1e9:.2f} GHz, {HBM_BYTES / 1e12} TB/s. The slowest unit bounds; times are "
                 f"{IMPLIED}: waits, wave tails and clock throttling come on top, while issue counts "
                 "prologue, epilogue and mask code with every tile and is an estimate from above."
             )
+            windows = {
+                (row["window_left"], row["window_right"])
+                for row in group
+                if row.get("window_left") is not None
+            }
+            grid.notes += [f"Windowed kernels: window ({left}, {right})." for left, right in sorted(windows)]
         grids.append(grid)
     return grids
 
 
-def _figure_line(row: dict[str, Any], width: int, forward: bool) -> list[str]:
+def _figure_line(row: dict[str, Any], width: int, products: tuple[str, ...]) -> list[str]:
     if row["status"] != "ok":
         return [row["kernel"], row["status"], *[""] * (width - 2)]
 
@@ -305,8 +358,8 @@ def _figure_line(row: dict[str, Any], width: int, forward: bool) -> list[str]:
 
     spill = row["spill_store_bytes"] + row["spill_load_bytes"]
     cells = [row["kernel"], str(row["registers"]), str(spill), f"{row['smem_bytes'] / 1024:.0f}"]
-    if not forward:
+    if not products:
         return [*cells, str(row["MUFU"]), micros("implied_hbm_ms")]
-    cells += [str(row[name]) for name in ("QGMMA", "IGMMA", "UTMALDG", "MUFU")]
+    cells += [str(row[name]) for name in (*products, "UTMALDG", "MUFU")]
     cells += [micros(f"implied_{unit}_ms") for unit in ("tensor", "issue", "mufu", "hbm")]
     return [*cells, row["implied_bound"], f"{row['implied_tflops']:.0f}"]
