@@ -538,10 +538,15 @@ def reference(
     if right >= 0:
         hidden |= behind > right
     scores = scores.masked_fill(hidden, -math.inf)
-    if sinks is not None:
-        extra = sinks.to(dtype).view(1, heads_q, 1, 1).expand(batch, heads_q, seqlen_q, 1)
-        scores = torch.cat([scores, extra], dim=3)
-    lse = torch.logsumexp(scores, dim=3)
-    p = torch.exp(scores[..., :seqlen_k] - lse.unsqueeze(3))
-    p = p.masked_fill(hidden, 0.0)  # also where lse is -inf
-    return (p @ v).transpose(1, 2).contiguous(), lse.to(dtype)
+    extra = torch.full((heads_q,), -math.inf, device=q.device) if sinks is None else sinks
+    scores = torch.cat(
+        [scores, extra.to(dtype).view(1, heads_q, 1, 1).expand(batch, -1, seqlen_q, -1)], dim=3
+    )
+    # The maximum comes off first: of scores so large that lse rounds by more than log(2), exp(score - lse) is no share.
+    top = scores.amax(dim=3, keepdim=True)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    p = torch.exp(scores - top)
+    total = p.sum(dim=3, keepdim=True)
+    lse = (top + torch.log(total)).squeeze(3)
+    p = p[..., :seqlen_k] / total.masked_fill(total == 0.0, 1.0)
+    return (p @ v).transpose(1, 2).contiguous(), lse

@@ -412,9 +412,11 @@ def _tiles(seqlen_q: int, group: int, pack_gqa: int, tile_m: int) -> int:
 
 
 _PACK_SAVES: Final = 10
-"""Packing must save more than one tile of this many. Time follows the rounds of tiles that an SM takes: what saved rounds was
-1.8 to 14 times as fast, what saved an eighth to a half of the tiles but no round 0.94 to 1.04
-(perf/tuning/packed_gqa.txt). Less is a round in few shapes, and was not measured."""
+"""Packing must save more than one tile of this many.
+
+Time follows the rounds of tiles that an SM takes: what saved rounds was 1.8 to 14 times as fast, what saved an eighth
+to a half of the tiles but no round 0.94 to 1.04 (perf/tuning/packed_gqa.txt). Less is a round in few shapes, and was
+not measured."""
 
 
 def _choose_pack_gqa(group: int, seqlen_q: int, tile_m: int) -> tuple[int, str | None]:

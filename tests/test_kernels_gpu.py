@@ -820,7 +820,7 @@ def test_default_recipe(dims: tuple[int, int], causal: bool, seqlen_q: int, head
     assert plan.backend == "sm90" and "(Hopper)" in plan.reasons[0]
     assert plan.kernel.startswith(f"fwd_sm90_int8_d{dims[0]}{of_v}_{mask}_code_bf16")
     if seqlen_q == 3:
-        assert plan.config.pack_gqa == 8 and "packed into shared tiles" in str(plan)
+        assert plan.config.pack_gqa == 8 and "in shared tiles" in str(plan)
     out, lse = cute_attn.fp8_attention(q, k, v, causal=causal, return_lse=True)
     assert out.shape == (2, seqlen_q, heads_q, dims[1]) and out.dtype == BF16 and out.device == q.device
     exact, exact_lse = attention(q, k, v, causal=causal)
