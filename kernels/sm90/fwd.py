@@ -235,9 +235,7 @@ class FwdSm90:
         pl.pipeline_init_arrive(cluster_shape_mn=(cfg.cluster, 1), is_relaxed=True)
         pl.pipeline_init_wait(cluster_shape_mn=(cfg.cluster, 1))
         cute.arch.sync_threads()  # all threads: mbarriers are initialised, the policy's rows are written
-        # All before this may run under the end of the grid before; the one behind may come up at once.
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_wait()  # the grid before, under whose end all above may have run: the quantiser's
 
         if warpgroup == cfg.consumer_warpgroups:
             cute.arch.setmaxregister_decrease(cfg.producer_regs)
