@@ -19,6 +19,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import itertools
+import math
 import multiprocessing
 import os
 import re
@@ -302,8 +303,10 @@ def _chosen(
                 configs[plan.quantize_config(recipe, head_dim, head_dim_v, dtype)] = None
                 for causal, group in itertools.product((False, True), groups):
                     key = (head_dim, head_dim_v, recipe.qk_dtype, causal, recipe.p_rounding)
-                    for cluster in (1, plan.find_tile(*key).cluster):
-                        configs[plan.forward_config(*key, dtype, group, cluster)] = None
+                    for seqlen_k in (plan.SHORT_KEYS, math.inf):
+                        for cluster in (1, plan.find_tile(*key, seqlen_k).cluster):
+                            config = plan.forward_config(*key, dtype, group, cluster, seqlen_k)
+                            configs[config] = None
     for _, head_dim_v in head_dims:
         configs[plan.transpose_config(head_dim_v)] = None
     return list(configs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -46,7 +47,8 @@ class Tile:
     """One row of the tile table: what it serves, the choices, and the reason for them.
 
     It serves each combination of `qk_dtypes`, `causals` and `p_roundings` that kernels exist for (see
-    `P_ROUNDINGS_OF`), up to `head_dim` columns of Q and K and `head_dim_v` of V, unless a row above it does.
+    `P_ROUNDINGS_OF`), up to `head_dim` columns of Q and K, `head_dim_v` of V and `seqlen_k` keys of a sequence,
+    unless a row above it does.
     `tile_m`, `tile_n`, `kv_stages`, `qk_splits`, `pv_part`, `check_keys` and the register counts are those of
     `FwdConfig`.
     """
@@ -58,6 +60,7 @@ class Tile:
     qk_dtypes: tuple[str, ...] = QK_DTYPES
     causals: tuple[bool, ...] = (False, True)
     p_roundings: tuple[str, ...] = P_ROUNDINGS
+    seqlen_k: float = math.inf
     tile_m: int = 128
     kv_stages: int = 2
     qk_splits: int = 1
@@ -67,17 +70,23 @@ class Tile:
     producer_regs: int = 24
     cluster: int = 1  # where a head has tiles enough, see `_choose_cluster`
 
-    def serves(self, head_dim: int, head_dim_v: int, qk_dtype: str, causal: bool, p_rounding: str) -> bool:
+    def serves(
+        self, head_dim: int, head_dim_v: int, qk_dtype: str, causal: bool, p_rounding: str, seqlen_k: float
+    ) -> bool:
         """Whether its limits hold; the first row of `TILES` that says so is the one that counts."""
         return (
             head_dim <= self.head_dim
             and head_dim_v <= self.head_dim_v
+            and seqlen_k <= self.seqlen_k
             and qk_dtype in self.qk_dtypes
             and causal in self.causals
             and p_rounding in self.p_roundings
             and p_rounding in P_ROUNDINGS_OF[qk_dtype]
         )
 
+
+SHORT_KEYS: Final = 1024
+"""Keys of a causal sequence up to which a step takes fewer of them (perf/log.md, run 13)."""
 
 _SMALL_FULL: Final = (
     "up to head_dim 64 the chain of product, softmax and product is long beside the tensor core's work: "
@@ -87,6 +96,10 @@ _SMALL_FULL: Final = (
 _SMALL_CAUSAL: Final = (
     "a block of rows also computes keys that its diagonal tiles hide: blocks of 192 rows waste more there "
     "than their third consumer warpgroup gains"
+)
+_SHORT_CAUSAL: Final = (
+    f"up to {SHORT_KEYS} keys much of a head lies on the diagonal, where 256 keys a step compute twice what 128 do "
+    "for nothing"
 )
 _MIDDLE: Final = (
     "256 keys a step halve what a key pays for waits, folds of P V into O and checks for overflow; the scores "
@@ -126,6 +139,17 @@ TILES: Final = (
         consumer_regs=160,
         producer_regs=32,
         why=f"{_SMALL_FULL}; {_WHOLE}",
+    ),
+    Tile(
+        head_dim=128,
+        head_dim_v=128,
+        causals=(True,),
+        p_roundings=("code",),
+        seqlen_k=SHORT_KEYS,
+        tile_n=128,
+        kv_stages=4,
+        qk_splits=2,
+        why=f"{_SHORT_CAUSAL}; {_HALVES}",
     ),
     Tile(
         head_dim=64,
@@ -201,15 +225,17 @@ there for comparison, take the same where it compiles without spills.
 """
 
 
-def find_tile(head_dim: int, head_dim_v: int, qk_dtype: str, causal: bool, p_rounding: str) -> Tile:
-    """The row of `TILES` that serves these properties of a problem.
+def find_tile(
+    head_dim: int, head_dim_v: int, qk_dtype: str, causal: bool, p_rounding: str, seqlen_k: float = math.inf
+) -> Tile:
+    """The row of `TILES` that serves these properties of a problem; `seqlen_k` by default of a long one.
 
     Raises KeyError where there is none: for a head_dim that `HEAD_DIMS` does not hold, or a rounding that
     does not exist for `qk_dtype`, which no recipe asks for (see `P_ROUNDINGS_OF`).
     """
     if head_dim in HEAD_DIMS and head_dim_v in HEAD_DIMS:
         for tile in TILES:
-            if tile.serves(head_dim, head_dim_v, qk_dtype, causal, p_rounding):
+            if tile.serves(head_dim, head_dim_v, qk_dtype, causal, p_rounding, seqlen_k):
                 return tile
     raise KeyError((head_dim, head_dim_v, qk_dtype, causal, p_rounding))
 
@@ -223,12 +249,14 @@ def forward_config(
     out_dtype: str,
     pack_gqa: int = 1,
     cluster: int = 1,
+    seqlen_k: float = math.inf,
 ) -> FwdConfig:
-    """The forward kernel for these properties of a problem; `out_dtype` is "bf16" or "fp16".
+    """The forward kernel for these properties of a problem; `out_dtype` is "bf16" or "fp16", `seqlen_k` by default
+    that of a long one.
 
     Raises KeyError where no such kernel exists, see `find_tile`.
     """
-    tile = find_tile(head_dim, head_dim_v, qk_dtype, causal, p_rounding)
+    tile = find_tile(head_dim, head_dim_v, qk_dtype, causal, p_rounding, seqlen_k)
     return FwdConfig(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
@@ -302,6 +330,7 @@ def all_forward_configs() -> list[FwdConfig]:
     - Some pairs of unlike head_dim and head_dim_v likewise, and 128, 256 and 192/128 (prefill of multi-head latent
       attention) with every mask and operand type.
     - Packed GQA, for each class of tiles and the smallest, a middle and the largest group.
+    - Short causal sequences, where they have tiles of their own, for each operand type.
 
     Everything else is compiled on first use by the same code.
     """
@@ -323,6 +352,10 @@ def all_forward_configs() -> list[FwdConfig]:
         configs.append(
             forward_config(d, d, QK_DTYPES[turn % 2], bool(turn // 2 % 2), "code", "bf16", pack_gqa=group)
         )
+    configs += [
+        forward_config(d, d, qk_dtype, True, "code", "bf16", seqlen_k=SHORT_KEYS)
+        for d, qk_dtype in itertools.product(TUNED_HEAD_DIMS, QK_DTYPES)
+    ]
     return list(dict.fromkeys(configs))
 
 
@@ -356,9 +389,14 @@ def tile_table(head_dims: Iterable[tuple[int, int]]) -> list[dict[str, object]]:
     """What serves each (head_dim, head_dim_v), one flat dict for each mask, operand type and rounding of P,
     with what it costs: for printing and for tests."""
     rows: list[dict[str, object]] = []
+    lengths = (SHORT_KEYS, math.inf)
     for (head_dim, head_dim_v), qk_dtype, causal in itertools.product(head_dims, QK_DTYPES, (False, True)):
-        for p_rounding in P_ROUNDINGS_OF[qk_dtype]:
-            config = forward_config(head_dim, head_dim_v, qk_dtype, causal, p_rounding, "bf16")
+        for p_rounding, seqlen_k in itertools.product(P_ROUNDINGS_OF[qk_dtype], lengths):
+            key = (head_dim, head_dim_v, qk_dtype, causal, p_rounding)
+            tile = find_tile(*key, seqlen_k)
+            if seqlen_k != tile.seqlen_k:  # the row for all lengths serves here, too
+                continue
+            config = forward_config(*key, "bf16", seqlen_k=seqlen_k)
             rows.append(
                 {
                     "head_dim": head_dim,
@@ -366,6 +404,7 @@ def tile_table(head_dims: Iterable[tuple[int, int]]) -> list[dict[str, object]]:
                     "qk_dtype": qk_dtype,
                     "causal": causal,
                     "p_rounding": p_rounding,
+                    "seqlen_k": tile.seqlen_k,
                     "tile_m": config.tile_m,
                     "tile_n": config.tile_n,
                     "kv_stages": config.kv_stages,
@@ -375,7 +414,7 @@ def tile_table(head_dims: Iterable[tuple[int, int]]) -> list[dict[str, object]]:
                     "smem_bytes": config.smem_bytes,
                     "registers": WARPGROUP
                     * (config.consumer_regs * config.consumer_warpgroups + config.producer_regs),
-                    "why": find_tile(head_dim, head_dim_v, qk_dtype, causal, p_rounding).why,
+                    "why": tile.why,
                 }
             )
     return rows
@@ -558,7 +597,7 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
             "one query row sees every key: the causal mask hides nothing, so the kernel without one serves"
         )
     key = (problem.head_dim, problem.head_dim_v, recipe.qk_dtype, causal, recipe.p_rounding)
-    tile = find_tile(*key)
+    tile = find_tile(*key, problem.seqlen_k)
     reasons.append(f"tile {tile.tile_m} x {tile.tile_n}: {tile.why}")
     group = problem.heads_q // problem.heads_k
     pack_gqa, why_pack = _choose_pack_gqa(group, problem.seqlen_q, tile.tile_m)
@@ -567,7 +606,7 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
     cluster, why_cluster = _choose_cluster(tile, -(-problem.seqlen_q * pack_gqa // tile.tile_m), causal)
     if why_cluster is not None:
         reasons.append(why_cluster)
-    config = forward_config(*key, DTYPE_NAMES[problem.out_dtype], pack_gqa, cluster)
+    config = forward_config(*key, DTYPE_NAMES[problem.out_dtype], pack_gqa, cluster, problem.seqlen_k)
 
     quantiser = None
     if problem.in_dtype is not None:
@@ -638,6 +677,7 @@ class Tile16:
     columns: int
     why: str
     plain: bool | None = None  # only without (True) or with (False) a mask, softcap or ALiBi; None: both
+    short: bool = False  # only causal sequences of at most SHORT_KEYS queries
     tile_m: int = 128
     tile_n: int = 128
     consumer_regs: int = 240
@@ -649,6 +689,14 @@ class Tile16:
 _BOUND_16: Final = "what two stages of K and V leave room for in shared memory"
 
 TILES_16: Final = (
+    Tile16(
+        columns=64,
+        short=True,
+        pingpong=True,
+        cluster=1,
+        why="a block of rows also computes keys that its diagonal tiles hide: blocks of 192 rows waste more there "
+        "than their third consumer warpgroup gains",
+    ),
     Tile16(
         columns=64,
         tile_m=192,
@@ -698,7 +746,7 @@ def forward16_config(
         dtype: "bf16" or "fp16".
         causal, window, softcap, alibi, sinks: as in `Fwd16Config`; causal and window exclude each other.
         group: query heads of a key head.
-        seqlen_q: queries of a sequence; with few of them the rows of a group share tiles.
+        seqlen_q: queries of a sequence; with few of them the rows of a group share tiles, or tiles have fewer rows.
 
     Raises:
         ValueError: a head_dim or dtype for which there is no kernel.
@@ -723,7 +771,10 @@ def forward16_choice(
     """What `forward16_config` returns, and the reasons, one sentence for each choice."""
     columns = -(-max(head_dim, head_dim_v) // 32) * 32
     plain = not (causal or window or softcap or alibi)
-    tile = next((t for t in TILES_16 if columns <= t.columns and t.plain in (None, plain)), TILES_16[-1])
+    short = causal and seqlen_q <= SHORT_KEYS
+    tile = next(
+        t for t in TILES_16 if columns <= t.columns and t.plain in (None, plain) and (short or not t.short)
+    )
     pack_gqa, why_pack = _choose_pack_gqa(group, seqlen_q, tile.tile_m)
     cluster, why_cluster = 1, None
     if not window:  # whose tiles do not read the same keys
@@ -781,6 +832,7 @@ def all_forward16_configs() -> list[Fwd16Config]:
         forward16_config(192, 128, "bf16", causal=True),
         forward16_config(40, 72, "fp16"),
         forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1),
+        forward16_config(64, 64, "bf16", causal=True, seqlen_q=SHORT_KEYS),
     ]
     return list(dict.fromkeys([*common, *features, *others]))
 

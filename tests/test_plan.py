@@ -88,29 +88,33 @@ def test_print_the_tile_table() -> None:
     print("  ".join(name.rjust(widths[name]) for name in columns), " why")
     for row in rows:
         print("  ".join(str(row[name]).rjust(widths[name]) for name in columns), "", row["why"])
-    names = ("head_dim", "head_dim_v", "qk_dtype", "causal", "p_rounding")
-    assert len(rows) == len({tuple(row[name] for name in names) for row in rows}) == 16 * len(KEYS)
+    names = ("head_dim", "head_dim_v", "qk_dtype", "causal", "p_rounding", "seqlen_k")
+    assert len(rows) == len({tuple(row[name] for name in names) for row in rows})
+    assert sum(row["seqlen_k"] == math.inf for row in rows) == 16 * len(KEYS)
+    short = {(row["head_dim"], row["head_dim_v"]) for row in rows if row["seqlen_k"] == plan.SHORT_KEYS}
+    assert short == {(d, d) for d in HEAD_DIMS if d <= 128}
 
 
 def test_every_pair_of_head_dims_has_a_kernel_that_can_be_built() -> None:
     """The first row that is wide enough serves, and no row is in vain."""
     used: dict[plan.Tile, int] = {}
-    for (head_dim, head_dim_v), key in itertools.product(PAIRS, KEYS):
-        config = plan.forward_config(head_dim, head_dim_v, *key, "bf16")
+    for (head_dim, head_dim_v), key, seqlen_k in itertools.product(PAIRS, KEYS, (1, 1024, 1025, math.inf)):
+        config = plan.forward_config(head_dim, head_dim_v, *key, "bf16", seqlen_k=seqlen_k)
         config.check()
         assert sum(config.pv_parts) == head_dim_v
-        tile = plan.find_tile(head_dim, head_dim_v, *key)
+        tile = plan.find_tile(head_dim, head_dim_v, *key, seqlen_k)
         used[tile] = used.get(tile, 0) + 1
         wide_enough = [
             other
             for other in plan.TILES
             if other.head_dim >= head_dim
             and other.head_dim_v >= head_dim_v
-            and other.serves(other.head_dim, other.head_dim_v, *key)
+            and other.serves(other.head_dim, other.head_dim_v, *key, seqlen_k)
         ]
         assert tile == wide_enough[0]
-        # Rows of one key are ordered by what they cost: no later one would have been smaller.
-        assert all(
+        # Rows of one key are ordered by what they cost, that for short sequences apart: no later one would have
+        # been smaller.
+        assert tile.seqlen_k < math.inf or all(
             tile.head_dim * tile.head_dim_v <= other.head_dim * other.head_dim_v for other in wide_enough
         )
     assert set(used) == set(plan.TILES)

@@ -152,6 +152,7 @@ class FwdSm90:
             cluster=None if cfg.cluster == 1 else [cfg.cluster, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     def packed(self, x: cute.Tensor) -> cute.Tensor:
@@ -234,6 +235,7 @@ class FwdSm90:
         pl.pipeline_init_arrive(cluster_shape_mn=(cfg.cluster, 1), is_relaxed=True)
         pl.pipeline_init_wait(cluster_shape_mn=(cfg.cluster, 1))
         cute.arch.sync_threads()  # all threads: mbarriers are initialised, the policy's rows are written
+        cute.arch.griddepcontrol_wait()  # the grid before, under whose end all above may have run: the quantiser's
 
         if warpgroup == cfg.consumer_warpgroups:
             cute.arch.setmaxregister_decrease(cfg.producer_regs)

@@ -66,6 +66,8 @@ class Mainloop:
     def __init__(self, cfg: FwdConfig | Fwd16Config, policy: Fp8Policy | Policy16bit):
         self.cfg = cfg
         self.policy = policy
+        # Q is released under the last step: where it has one stage, that of the next tile comes in time
+        self.q_early = isinstance(cfg, FwdConfig) and cfg.q_stages == 1
         # CTAs that a load of K or V goes to
         self.receivers = None if cfg.cluster == 1 else cutlass.Int16((1 << cfg.cluster) - 1)
 
@@ -152,7 +154,9 @@ class Mainloop:
     def end(self, pipes, states):
         """Let Q of a later work tile in, unless O of this one takes its place first."""
         state_q, stage = states
-        if const_expr(not self.cfg.o_in_q):
+        if const_expr(self.q_early):
+            state_q.advance()
+        elif const_expr(not self.cfg.o_in_q):
             pipes[0].consumer_release(state_q)  # one lane of each warp: it reads this Q no more
             state_q.advance()
         return state_q, stage
@@ -189,6 +193,7 @@ class Mainloop8bit(Mainloop):
         out: list,
         p: cute.Tensor,
         pipes,
+        state_q,
         stage,
     ):
         """One key tile; nothing is in flight before or after. Returns the next stage.
@@ -196,7 +201,7 @@ class Mainloop8bit(Mainloop):
         stage is the consumer's pipeline state of K and V, whose rings go in step.
         """
         cfg, policy = self.cfg, self.policy
-        _, pipe_k, pipe_v = pipes
+        pipe_q, pipe_k, pipe_v = pipes
         q_frag, k_frag, v_frags = frags
         q_scale, k_scales, v_scales = scales
         state, limits = softmax_state
@@ -210,6 +215,9 @@ class Mainloop8bit(Mainloop):
             wg.wait_group(cfg.qk_splits - 1 - part)  # S of this part is complete, those behind it go on
             if const_expr(part == cfg.qk_splits - 1):
                 pipe_k.consumer_release(stage)  # one lane of each warp: it reads this K no more
+                if const_expr(self.q_early):
+                    if n == 0:
+                        pipe_q.consumer_release(state_q)  # likewise Q, under the rest of the last step
             s = scores[part]
             policy.to_float(s)
             if const_expr(masking):
@@ -251,9 +259,9 @@ class Mainloop8bit(Mainloop):
         state, _ = softmax_state
         state[3][0] = scales[2][((blocks - 1) * self.cfg.tile_n) >> V_SCALE_SHIFT]
         for j in cutlass.range(masked, unroll=1):
-            stage = self.step(True, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, stage)
+            stage = self.step(True, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, state_q, stage)
         for j in cutlass.range(masked, blocks, unroll=1):
-            stage = self.step(False, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, stage)
+            stage = self.step(False, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, state_q, stage)
         return self.end(pipes, (state_q, stage))
 
 
