@@ -93,9 +93,7 @@ def flash_attn_func(
     if plan is None:
         plan = _plan(q, k, v, side, options, backend)
         if key:
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
+            _remember(key, plan)
     validate.check_forward_only("16-bit", q=q, k=k, v=v, **side)
     out, lse = _attend(q, k, v, plan, alibi_slopes, sinks)
     return (out, lse) if return_lse else out
@@ -147,7 +145,7 @@ def flash_attn_kvpacked_func(
 
     Returns, Raises: as there.
     """
-    k, v = _parts("kv", kv, 2)
+    k, v = _parts("kv", kv, "batch, seqlen", 2)
     return flash_attn_func(
         q,
         k,
@@ -184,7 +182,7 @@ def flash_attn_qkvpacked_func(
 
     Returns, Raises: as there.
     """
-    q, k, v = _parts("qkv", qkv, 3)
+    q, k, v = _parts("qkv", qkv, "batch, seqlen", 3)
     return flash_attn_func(
         q,
         k,
@@ -201,14 +199,14 @@ def flash_attn_qkvpacked_func(
     )
 
 
-def _parts(name: str, x: object, count: int) -> tuple[Tensor, ...]:
+def _parts(name: str, x: object, rows: str, count: int) -> tuple[Tensor, ...]:
+    """The parts of a tensor (rows, count, heads, head_dim); `rows` names its first dimensions, as "batch, seqlen"."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; allowed: a torch.Tensor")
-    if x.dim() != 5 or x.shape[2] != count:
-        raise ValueError(
-            f"{name} has shape {tuple(x.shape)}; allowed: (batch, seqlen, {count}, heads, head_dim)"
-        )
-    return x.unbind(2)
+    dim = len(rows.split(","))
+    if x.dim() != dim + 3 or x.shape[dim] != count:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: ({rows}, {count}, heads, head_dim)")
+    return x.unbind(dim)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -231,6 +229,12 @@ _plans: dict[tuple[object, ...], _Plan] = {}
 _MAX_PLANS: Final = 4096  # a server that sees ever new lengths must not grow without bound
 
 
+def _remember(key: tuple[object, ...], plan: _Plan) -> None:
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+
+
 def _signature(x: Tensor) -> tuple[object, ...]:
     """All that checks and planning read of a tensor. Raises one of several errors for anything but a dense tensor."""
     return type(x), x.shape, x.stride(), x.dtype, x.device
@@ -247,7 +251,7 @@ def _plan(
     """Check everything, and plan."""
     scale, window, softcap = _check_options(*options)
     _check_tensors(q, k, v)
-    _check_side(q, side)
+    _check_side(q.shape[0], q.shape[2], q.device, side)
     _check_backend(backend, q)
     batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_k, head_dim_v = v.shape[1:]
@@ -367,9 +371,8 @@ def _check_tensors(q: object, k: object, v: object) -> None:
     validate._check_heads(q.shape[2], k.shape[2])
 
 
-def _check_side(q: Tensor, side: dict[str, Tensor | None]) -> None:
+def _check_side(batch: int, heads: int, device: torch.device, side: dict[str, Tensor | None]) -> None:
     """`alibi_slopes` and `sinks`."""
-    batch, heads = q.shape[0], q.shape[2]
     shapes = {"alibi_slopes": ((heads,), (batch, heads)), "sinks": ((heads,),)}
     for name, x in side.items():
         if x is None:
@@ -381,8 +384,8 @@ def _check_side(q: Tensor, side: dict[str, Tensor | None]) -> None:
         if tuple(x.shape) not in shapes[name]:
             allowed = " or ".join(map(str, shapes[name]))
             raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: {allowed}")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on device {x.device}; allowed: that of q, {q.device}")
+        if x.device != device:
+            raise ValueError(f"{name} is on device {x.device}; allowed: that of q, {device}")
 
 
 def _check_backend(backend: object, q: Tensor) -> None:

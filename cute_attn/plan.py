@@ -613,6 +613,7 @@ class Tile16:
     cluster: int = 2  # where a head has tiles enough, see `_choose_cluster`
 
 
+_PRODUCER_REGS_VARLEN: Final = 32  # what 240 for each of two consumer warpgroups leave
 _BOUND_16: Final = "what two stages of K and V leave room for in shared memory"
 
 TILES_16: Final = (
@@ -657,6 +658,7 @@ def forward16_config(
     sinks: bool = False,
     group: int = 1,
     seqlen_q: int = 1 << 20,
+    varlen: bool = False,
 ) -> Fwd16Config:
     """The 16-bit forward kernel for these properties of a problem. Pure.
 
@@ -665,7 +667,8 @@ def forward16_config(
         dtype: "bf16" or "fp16".
         causal, window, softcap, alibi, sinks: as in `Fwd16Config`; causal and window exclude each other.
         group: query heads of a key head.
-        seqlen_q: queries of a sequence; with few of them the rows of a group share tiles.
+        seqlen_q: queries of a sequence, with `varlen` on average; with few of them the rows of a group share tiles.
+        varlen: sequences of unlike length.
 
     Raises:
         ValueError: a head_dim or dtype for which there is no kernel.
@@ -673,9 +676,14 @@ def forward16_config(
     columns = -(-max(head_dim, head_dim_v) // 32) * 32
     plain = not (causal or window or softcap or alibi)
     tile = next((t for t in TILES_16 if columns <= t.columns and t.plain in (None, plain)), TILES_16[-1])
-    pack_gqa = _packed_heads(group, seqlen_q, tile.tile_m)
+    pack_gqa = _packed_heads(group, seqlen_q, tile.tile_m, varlen)
+    producer_regs = tile.producer_regs
+    if varlen:  # whose producer looks for tiles, too
+        producer_regs = max(producer_regs, _PRODUCER_REGS_VARLEN)
     cluster = 1
-    if not window:  # whose tiles do not read the same keys
+    if not (
+        window or varlen
+    ):  # a window's tiles do not read the same keys; varlen's are given out one by one
         cluster, _ = _choose_cluster(tile, -(-seqlen_q * pack_gqa // tile.tile_m), causal)
     return _fitted(
         Fwd16Config(
@@ -691,10 +699,11 @@ def forward16_config(
             alibi=alibi,
             sinks=sinks,
             consumer_regs=tile.consumer_regs,
-            producer_regs=tile.producer_regs,
+            producer_regs=producer_regs,
             pingpong=tile.pingpong,
             cluster=cluster,
             pack_gqa=pack_gqa,
+            varlen=varlen,
         )
     )
 
@@ -707,14 +716,17 @@ def _fitted(config: Fwd16Config) -> Fwd16Config:
     return config
 
 
-def _packed_heads(group: int, seqlen_q: int, tile_m: int) -> int:
-    """Query heads whose rows share a tile: 1 unless that fills tiles clearly better."""
+def _packed_heads(group: int, seqlen_q: int, tile_m: int, varlen: bool) -> int:
+    """Query heads whose rows share a tile: 1 unless that fills tiles clearly better.
+
+    With `varlen` a sequence leaves half a tile empty, on average.
+    """
     heads = group & -group  # the largest power of two that divides the group
     while 64 % heads:
         heads //= 2
 
     def filled(rows: int) -> float:
-        return rows / (-(-rows // tile_m) * tile_m)
+        return rows / (rows + tile_m / 2 if varlen else -(-rows // tile_m) * tile_m)
 
     return heads if seqlen_q and filled(seqlen_q) < 0.9 * filled(seqlen_q * heads) else 1
 
@@ -737,7 +749,14 @@ def all_forward16_configs() -> list[Fwd16Config]:
         forward16_config(40, 72, "fp16"),
         forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1),
     ]
-    return list(dict.fromkeys([*common, *features, *others]))
+    varlen = [
+        forward16_config(64, 64, "bf16", causal=True, varlen=True),
+        forward16_config(128, 128, "bf16", causal=True, varlen=True),
+        forward16_config(256, 256, "bf16", varlen=True),
+        forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1, varlen=True),
+        forward16_config(256, 256, "bf16", window=True, softcap=True, alibi=True, sinks=True, varlen=True),
+    ]
+    return list(dict.fromkeys([*common, *features, *others, *varlen]))
 
 
 def tile16_table() -> list[dict[str, object]]:
