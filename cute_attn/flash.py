@@ -43,6 +43,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    seqused_k: Tensor | None = None,
     return_lse: bool = False,
     sinks: Tensor | None = None,
     backend: str = "auto",
@@ -67,6 +68,9 @@ def flash_attn_func(
         alibi_slopes: (heads_q,) or (batch, heads_q) float32: adds -slope * |i + seqlen_k - seqlen_q - j| to a score.
         deterministic: of the backward; the forward always is.
         return_attn_probs: False; probabilities are never in memory.
+        seqused_k: (batch,) int32, contiguous, on the device of q: only the first seqused_k[b] keys of entry b count,
+            as if it had no others. Values below 0 count as 0, above seqlen_k as seqlen_k. The kernel of
+            `flash_attn_varlen_func` runs; a tensor whose batch and rows are not one dimension in memory is copied.
         return_lse: also return the log-sum-exp of each row's scores.
         sinks: (heads_q,) float32: one more logit in the softmax of every row of a head, which has no value.
         backend: "auto" or "sm90" (the Hopper kernel), or "reference" (torch in float32, any device, with the scores in
@@ -83,6 +87,11 @@ def flash_attn_func(
     """
     side = {"alibi_slopes": alibi_slopes, "sinks": sinks}
     options = (dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs, window_size)
+    if seqused_k is not None:
+        from cute_attn.flash_varlen import attend_used
+
+        out, lse = attend_used(q, k, v, seqused_k, side, options, backend)
+        return (out, lse) if return_lse else out
     try:
         tensors = [None if x is None else _signature(x) for x in (q, k, v, alibi_slopes, sinks)]
         kinds = map(type, (*options, *window_size))  # True equals 1 and is not allowed for it
@@ -109,6 +118,7 @@ def flash_attn_kernel(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     backend: str = "auto",
+    seqused_k: Tensor | None = None,
 ) -> str:
     """Name of the kernel that `flash_attn_func` runs with these arguments, without running it.
 
@@ -119,7 +129,12 @@ def flash_attn_kernel(
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
     """
     side = {"alibi_slopes": alibi_slopes, "sinks": sinks}
-    plan = _plan(q, k, v, side, (0.0, None, causal, softcap, False, False, window_size), backend)
+    options = (0.0, None, causal, softcap, False, False, window_size)
+    if seqused_k is not None:
+        from cute_attn.flash_varlen import kernel_used
+
+        return kernel_used(q, k, v, seqused_k, side, options, backend)
+    plan = _plan(q, k, v, side, options, backend)
     return "reference" if plan.config is None else plan.config.name
 
 

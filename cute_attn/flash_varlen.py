@@ -95,10 +95,24 @@ def flash_attn_varlen_func(
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
     side = {"alibi_slopes": alibi_slopes, "sinks": sinks}
     options = (dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs, window_size)
+    out, lse = _run(q, k, v, lengths, side, options, backend)
+    return (out, lse) if return_lse else out
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: dict[str, Tensor | None],
+    side: dict[str, Tensor | None],
+    options: tuple[Any, ...],
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Plan, unless a call like this one has been planned, and attend."""
     try:
         given = (q, k, v, *lengths.values(), *side.values())
         tensors = [None if x is None else flash._signature(x) for x in given]
-        kinds = map(type, (*options, *window_size))  # True equals 1 and is not allowed for it
+        kinds = map(type, (*options, *options[-1]))  # True equals 1 and is not allowed for it
         key: tuple[object, ...] = ("varlen", *tensors, *options, *kinds, backend)
         plan = flash._plans.get(key)
     except (AttributeError, RuntimeError, TypeError):
@@ -108,8 +122,50 @@ def flash_attn_varlen_func(
         if key:
             flash._remember(key, plan)
     validate.check_forward_only("16-bit", q=q, k=k, v=v, **side)
-    out, lse = _attend(q, k, v, plan, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
-    return (out, lse) if return_lse else out
+    return _attend(q, k, v, plan, **lengths, **side)  # type: ignore[arg-type]  # cu_seqlens are no None any more
+
+
+def attend_used(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqused_k: Tensor,
+    side: dict[str, Tensor | None],
+    options: tuple[Any, ...],
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """`flash_attn_func` with `seqused_k`: (out, lse)."""
+    out, lse = _run(*_as_sequences(q, k, v, seqused_k), side, options, backend)
+    batch, seqlen_q, heads_q, _ = q.shape
+    return out.unflatten(0, (batch, seqlen_q)), lse.view(heads_q, batch, seqlen_q).transpose(0, 1)
+
+
+def kernel_used(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqused_k: Tensor,
+    side: dict[str, Tensor | None],
+    options: tuple[Any, ...],
+    backend: str,
+) -> str:
+    """Name of the kernel that `attend_used` runs."""
+    plan = _plan(*_as_sequences(q, k, v, seqused_k), side, options, backend)
+    return "reference" if plan.config is None else plan.config.name
+
+
+def _as_sequences(
+    q: Tensor, k: Tensor, v: Tensor, seqused_k: Tensor
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor | None]]:
+    """A batch as sequences of equal length: q, k, v and the lengths of `_plan`."""
+    flash._check_tensors(q, k, v)
+    ends = [torch.arange(len(q) + 1, dtype=torch.int32, device=q.device) * x.shape[1] for x in (q, k)]
+    lengths: dict[str, Tensor | None] = {
+        "cu_seqlens_q": ends[0],
+        "cu_seqlens_k": ends[1],
+        "seqused_k": seqused_k,
+    }
+    return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), lengths
 
 
 def flash_attn_varlen_kernel(
@@ -273,7 +329,7 @@ def _check_lengths(q: Tensor, lengths: dict[str, Tensor | None]) -> int:
             batch = x.shape[0] - 1
         size = batch if name == "seqused_k" else batch + 1
         if x.shape[0] != size:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: ({size},), by cu_seqlens_q")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: ({size},)")
         if x.device != q.device:
             raise ValueError(f"{name} is on device {x.device}; allowed: that of q, {q.device}")
     return batch

@@ -320,6 +320,19 @@ def test_equal_lengths_are_a_batch() -> None:
         assert torch.allclose(lse, same_lse.transpose(0, 1).flatten(1), atol=1e-4)
 
 
+def test_used_keys_of_a_batch() -> None:
+    """Keys that do not count are NaN."""
+    q, k, v = (torch.randn(4, n, h, 128, device=DEVICE).to(BF16) for n, h in ((3, 8), (700, 2), (700, 2)))
+    used = torch.tensor([700, 0, 1, 300], dtype=torch.int32, device=DEVICE)
+    inputs = [x.flatten(0, 1) for x in (q, k, v)] + [ends([3] * 4), ends([700] * 4)]
+    bad_k, bad_v = k.clone(), v.clone()
+    for b, n in enumerate(used.tolist()):
+        bad_k[b, n:] = bad_v[b, n:] = math.nan
+    out, lse = flash_attn_func(q, bad_k, bad_v, causal=True, seqused_k=used, return_lse=True)
+    got = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    check(got, inputs, window=(-1, 0), seqused_k=used)
+
+
 def test_packed_and_strided() -> None:
     lengths = tuple((n, n) for n, _ in many(20, 500, 3))
     cu = ends([n for n, _ in lengths])
