@@ -20,6 +20,12 @@ if TYPE_CHECKING:
         flash_attn_kvpacked_func,
         flash_attn_qkvpacked_func,
     )
+    from cute_attn.flash_varlen import (
+        flash_attn_varlen_func,
+        flash_attn_varlen_kernel,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+    )
     from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV
 
     __version__: str
@@ -36,6 +42,10 @@ __all__ = [
     "flash_attn_kernel",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kernel",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "fp8_attention",
     "fp8_attention_quantized",
     "quantize",
@@ -52,6 +62,10 @@ _HOME: Final = {
     "flash_attn_kernel": "cute_attn.flash",
     "flash_attn_kvpacked_func": "cute_attn.flash",
     "flash_attn_qkvpacked_func": "cute_attn.flash",
+    "flash_attn_varlen_func": "cute_attn.flash_varlen",
+    "flash_attn_varlen_kernel": "cute_attn.flash_varlen",
+    "flash_attn_varlen_kvpacked_func": "cute_attn.flash_varlen",
+    "flash_attn_varlen_qkvpacked_func": "cute_attn.flash_varlen",
     "fp8_attention": "cute_attn.api",
     "fp8_attention_quantized": "cute_attn.api",
 }

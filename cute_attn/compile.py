@@ -85,15 +85,18 @@ def build(config: KernelConfig, options: str = "") -> Any:
         strides = tuple(cute.sym_int64() for _ in shape)
         return make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
 
+    def integers(size: Any) -> Any:
+        return make_fake_tensor(cutlass.Int32, (size,), (1,), assumed_align=4)
+
     f8 = cutlass.Float8E4M3FN
-    batch, seqlen_q, seqlen_k, heads_q, heads_k, padded_k = (cute.sym_int32() for _ in range(6))
+    batch, ends, seqlen_q, seqlen_k, heads_q, heads_k, padded_k = (cute.sym_int32() for _ in range(7))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     d, d_v = config.head_dim, config.head_dim_v
     address, layout = cutlass.Int64(0), tuple(cutlass.Int64(0) for _ in Layout._fields)
     entry: Any
     args: list[Any]
     if isinstance(config, Fwd16Config):
-        from cute_attn.kernels.sm90.fwd import Fwd16bitSm90
+        from cute_attn.kernels.sm90.fwd import Fwd16bitSm90, Fwd16bitVarlenSm90
 
         element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
         entry = Fwd16bitSm90(config)
@@ -112,6 +115,17 @@ def build(config: KernelConfig, options: str = "") -> Any:
             cutlass.Int32(1),
             cutlass.Int32(1),
         ]
+        if config.varlen:
+            entry = Fwd16bitVarlenSm90(config)
+            args[:5] = [
+                wide(element, seqlen_q, heads_q, d),
+                wide(element, seqlen_k, heads_k, d),
+                wide(element, seqlen_k, heads_k, d_v),
+                wide(element, seqlen_q, heads_q, d_v),
+                scalars(heads_q, seqlen_q),
+            ]
+            args[7:7] = [integers(ends), integers(ends), integers(cute.sym_int32()), integers(1)]
+            args.append(cutlass.Int32(1))
     elif isinstance(config, FwdConfig):
         from cute_attn.kernels.entry import FwdEntry
         from cute_attn.kernels.sm90.fwd import Fwd8bitSm90

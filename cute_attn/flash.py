@@ -45,6 +45,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    seqused_k: Tensor | None = None,
     return_lse: bool = False,
     sinks: Tensor | None = None,
     backend: str = "auto",
@@ -69,6 +70,9 @@ def flash_attn_func(
         alibi_slopes: (heads_q,) or (batch, heads_q) float32: adds -slope * |i + seqlen_k - seqlen_q - j| to a score.
         deterministic: of the backward; the forward always is.
         return_attn_probs: False; probabilities are never in memory.
+        seqused_k: (batch,) int32, contiguous, on the device of q: only the first seqused_k[b] keys of entry b count,
+            as if it had no others. Values below 0 count as 0, above seqlen_k as seqlen_k. The kernel of
+            `flash_attn_varlen_func` runs; a tensor whose batch and rows are not one dimension in memory is copied.
         return_lse: also return the log-sum-exp of each row's scores.
         sinks: (heads_q,) float32: one more logit in the softmax of every row of a head, which has no value.
         backend: "auto" or "sm90" (the Hopper kernel), or "reference" (torch in float32, any device, with the scores in
@@ -85,6 +89,11 @@ def flash_attn_func(
     """
     side = {"alibi_slopes": alibi_slopes, "sinks": sinks}
     options = (dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs, window_size)
+    if seqused_k is not None:
+        from cute_attn.flash_varlen import attend_used
+
+        out, lse = attend_used(q, k, v, seqused_k, side, options, backend)
+        return (out, lse) if return_lse else out
     try:
         tensors = [None if x is None else _signature(x) for x in (q, k, v, alibi_slopes, sinks)]
         kinds = map(type, (*options, *window_size))  # True equals 1 and is not allowed for it
@@ -95,9 +104,7 @@ def flash_attn_func(
     if plan is None:
         plan = _plan(q, k, v, side, options, backend)
         if key:
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
+            _remember(key, plan)
     validate.check_forward_only("16-bit", q=q, k=k, v=v, **side)
     out, lse = _attend(q, k, v, plan, alibi_slopes, sinks)
     return (out, lse) if return_lse else out
@@ -163,11 +170,18 @@ def flash_attn_kernel(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     backend: str = "auto",
+    seqused_k: Tensor | None = None,
 ) -> str:
     """Name of the kernel that `flash_attn_func` runs with these arguments: `flash_attn_explain(...).kernel`.
 
     Args, Raises: as there.
     """
+    if seqused_k is not None:
+        from cute_attn.flash_varlen import kernel_used
+
+        side = {"alibi_slopes": alibi_slopes, "sinks": sinks}
+        options = (0.0, None, causal, softcap, False, False, window_size)
+        return kernel_used(q, k, v, seqused_k, side, options, backend)
     return flash_attn_explain(
         q, k, v, None, causal, window_size, softcap, alibi_slopes, sinks, backend
     ).kernel
@@ -195,7 +209,7 @@ def flash_attn_kvpacked_func(
 
     Returns, Raises: as there.
     """
-    k, v = _parts("kv", kv, 2)
+    k, v = _parts("kv", kv, "batch, seqlen", 2)
     return flash_attn_func(
         q,
         k,
@@ -232,7 +246,7 @@ def flash_attn_qkvpacked_func(
 
     Returns, Raises: as there.
     """
-    q, k, v = _parts("qkv", qkv, 3)
+    q, k, v = _parts("qkv", qkv, "batch, seqlen", 3)
     return flash_attn_func(
         q,
         k,
@@ -249,14 +263,14 @@ def flash_attn_qkvpacked_func(
     )
 
 
-def _parts(name: str, x: object, count: int) -> tuple[Tensor, ...]:
+def _parts(name: str, x: object, rows: str, count: int) -> tuple[Tensor, ...]:
+    """The parts of a tensor (rows, count, heads, head_dim); `rows` names its first dimensions, as "batch, seqlen"."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; allowed: a torch.Tensor")
-    if x.dim() != 5 or x.shape[2] != count:
-        raise ValueError(
-            f"{name} has shape {tuple(x.shape)}; allowed: (batch, seqlen, {count}, heads, head_dim)"
-        )
-    return x.unbind(2)
+    dim = len(rows.split(","))
+    if x.dim() != dim + 3 or x.shape[dim] != count:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: ({rows}, {count}, heads, head_dim)")
+    return x.unbind(dim)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -279,6 +293,12 @@ _plans: dict[tuple[object, ...], _Plan] = {}
 _MAX_PLANS: Final = 4096  # a server that sees ever new lengths must not grow without bound
 
 
+def _remember(key: tuple[object, ...], plan: _Plan) -> None:
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+
+
 def _signature(x: Tensor) -> tuple[object, ...]:
     """All that checks and planning read of a tensor. Raises one of several errors for anything but a dense tensor."""
     return type(x), x.shape, x.stride(), x.dtype, x.device
@@ -295,7 +315,7 @@ def _plan(
     """Check everything, and plan."""
     scale, window, softcap = _check_options(*options)
     _check_tensors(q, k, v)
-    _check_side(q, side)
+    _check_side(q.shape[0], q.shape[2], q.device, side)
     _check_backend(backend, q)
     batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_k, head_dim_v = v.shape[1:]
@@ -415,9 +435,8 @@ def _check_tensors(q: object, k: object, v: object) -> None:
     validate._check_heads(q.shape[2], k.shape[2])
 
 
-def _check_side(q: Tensor, side: dict[str, Tensor | None]) -> None:
+def _check_side(batch: int, heads: int, device: torch.device, side: dict[str, Tensor | None]) -> None:
     """`alibi_slopes` and `sinks`."""
-    batch, heads = q.shape[0], q.shape[2]
     shapes = {"alibi_slopes": ((heads,), (batch, heads)), "sinks": ((heads,),)}
     for name, x in side.items():
         if x is None:
@@ -429,8 +448,8 @@ def _check_side(q: Tensor, side: dict[str, Tensor | None]) -> None:
         if tuple(x.shape) not in shapes[name]:
             allowed = " or ".join(map(str, shapes[name]))
             raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: {allowed}")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on device {x.device}; allowed: that of q, {q.device}")
+        if x.device != device:
+            raise ValueError(f"{name} is on device {x.device}; allowed: that of q, {device}")
 
 
 def _check_backend(backend: object, q: Tensor) -> None:

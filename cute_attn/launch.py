@@ -48,6 +48,9 @@ LOG2_E = math.log2(math.e)
 _ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 _ALIGNMENT = 16  # bytes: what TMA and 16-byte accesses want of addresses and strides
+_BYTES_IN_TURN = (
+    32 << 20
+)  # of K and V whose tiles are worked on side by side: they stay in the L2 cache of 50 MB
 _PART_ALIGNMENT = 128  # bytes, of the parts of a workspace: a line of the L2 cache
 
 
@@ -518,10 +521,7 @@ def launch_forward16(
     batch, seqlen_q, heads_q, _ = q.shape
     _, seqlen_k, heads_k, head_dim_v = v.shape
     device = q.device
-    # The kernel takes the maximum of scores before the scale, which must be > 0 for that. Signs and zero go to Q.
-    if softmax_scale <= 0:
-        q = q * math.copysign(1.0, softmax_scale) if softmax_scale else q * 0.0
-        softmax_scale = -softmax_scale or 1.0
+    q, *factors = _factors16(q, softmax_scale, softcap)
     out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
     lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
     left, right = window
@@ -534,11 +534,79 @@ def launch_forward16(
         lse,
         _zero(device).expand(batch, heads_q) if alibi_slopes is None else alibi_slopes,
         _zero(device).expand(heads_q) if sinks is None else sinks,
-        (softcap or softmax_scale) * LOG2_E,
-        2.0 * LOG2_E * softmax_scale / softcap if softcap else 0.0,
+        *factors,
         seqlen_k if left < 0 else min(left, seqlen_k),  # beyond, a window cuts nothing
         seqlen_q if right < 0 else min(right, seqlen_q),
         sms,
         heads_in_turn(config, batch, heads_q, heads_k, seqlen_q, seqlen_k, sms),
     )
     return out, lse
+
+
+def launch_forward16_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    config: Fwd16Config,
+    *,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float,
+    softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    sms: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the compiled 16-bit forward kernel of `config`, which is one of sequences of unlike length.
+
+    Args:
+        q, k, v: (total, heads, dim), otherwise as in `launch_forward16`.
+        cu_seqlens_q, cu_seqlens_k, seqused_k: as in `flash_attn_varlen_func`.
+        softmax_scale, softcap, window, alibi_slopes, sinks, sms: as in `launch_forward16`.
+
+    Returns:
+        (out, lse): (total_q, heads_q, head_dim_v) of q's dtype, (heads_q, total_q) float32.
+    """
+    total_q, heads_q, head_dim = q.shape
+    total_k, _, head_dim_v = v.shape
+    batch, device = cu_seqlens_q.shape[0] - 1, q.device
+    q, *factors = _factors16(q, softmax_scale, softcap)
+    out = torch.empty((total_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
+    lse = torch.empty((heads_q, total_q), dtype=torch.float32, device=device)
+    counter = torch.empty((1,), dtype=torch.int32, device=device)
+    left, right = window
+    compile_kernel(config)(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        _zero(device).expand(batch, heads_q) if alibi_slopes is None else alibi_slopes,
+        _zero(device).expand(heads_q) if sinks is None else sinks,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        cu_seqlens_k if seqused_k is None else seqused_k,
+        counter,
+        *factors,
+        total_k if left < 0 else min(left, total_k),  # beyond, a window cuts nothing
+        total_q if right < 0 else min(right, total_q),
+        int(seqused_k is not None),
+        _sms(device) if sms is None else sms,
+        _BYTES_IN_TURN // (2 * (head_dim + head_dim_v)),
+    )
+    return out, lse
+
+
+def _factors16(q: Tensor, softmax_scale: float, softcap: float) -> tuple[Tensor, float, float]:
+    """q and the factors of scores that the kernel wants: (q, softmax_scale_log2, softcap_factor)."""
+    # The kernel takes the maximum of scores before the scale, which must be > 0 for that. Signs and zero go to Q.
+    if softmax_scale <= 0:
+        q = q * math.copysign(1.0, softmax_scale) if softmax_scale else q * 0.0
+        softmax_scale = -softmax_scale or 1.0
+    return (
+        q,
+        (softcap or softmax_scale) * LOG2_E,
+        2.0 * LOG2_E * softmax_scale / softcap if softcap else 0.0,
+    )

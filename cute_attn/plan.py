@@ -445,9 +445,13 @@ def _equivalent_keys(problem: Problem) -> int:
     return 3 * pairs * problem.heads_q * (wide + wide_v) // max(2 * elements, 1)
 
 
-def _tiles(seqlen_q: int, group: int, pack_gqa: int, tile_m: int) -> int:
-    """Tiles of one batch entry and key head, whose `group` query heads share them `pack_gqa` at a time."""
-    return -(-seqlen_q * pack_gqa // tile_m) * (group // pack_gqa)
+def _tiles(seqlen_q: int, group: int, pack_gqa: int, tile_m: int, varlen: bool = False) -> int:
+    """Tiles of one batch entry and key head, whose `group` query heads share them `pack_gqa` at a time.
+
+    With `varlen`, about those of a sequence of `seqlen_q` queries on average: half a tile is not full.
+    """
+    rows, packs = seqlen_q * pack_gqa, group // pack_gqa
+    return max(round((rows / tile_m + 0.5) * packs), 1) if varlen else -(-rows // tile_m) * packs
 
 
 _PACK_SAVES: Final = 10
@@ -458,24 +462,24 @@ to a half of the tiles but no round 0.94 to 1.04 (perf/tuning/packed_gqa.txt). L
 not measured."""
 
 
-def _choose_pack_gqa(group: int, seqlen_q: int, tile_m: int) -> tuple[int, str | None]:
+def _choose_pack_gqa(group: int, seqlen_q: int, tile_m: int, varlen: bool = False) -> tuple[int, str | None]:
     """(`pack_gqa` of the kernel, the reason where there is one to give), for `group` query heads of a key head.
 
     As many heads as the largest power of two that divides the group, at most the rows of a warpgroup: 8 of 8, 4 of
     12, 64 of 128, 1 of 3.
     """
     heads = min(group & -group, WARPGROUP_ROWS)
-    alone = _tiles(seqlen_q, group, 1, tile_m)
+    alone = _tiles(seqlen_q, group, 1, tile_m, varlen)
     shared = f"{group} query heads share a key head"
     if heads == 1:
-        would_pay = (alone - _tiles(seqlen_q, group, group, tile_m)) * _PACK_SAVES > alone
+        would_pay = (alone - _tiles(seqlen_q, group, group, tile_m, varlen)) * _PACK_SAVES > alone
         return 1, (
             f"{shared}: an odd number does not divide the {WARPGROUP_ROWS} rows of a warpgroup, so each has tiles of "
             "its own"
             if would_pay
             else None
         )
-    packed = _tiles(seqlen_q, group, heads, tile_m)
+    packed = _tiles(seqlen_q, group, heads, tile_m, varlen)
     if (alone - packed) * _PACK_SAVES <= alone:
         return 1, None
     return heads, (
@@ -686,6 +690,7 @@ class Tile16:
     cluster: int = 2  # where a head has tiles enough, see `_choose_cluster`
 
 
+_PRODUCER_REGS_VARLEN: Final = 32  # what 240 for each of two consumer warpgroups leave
 _BOUND_16: Final = "what two stages of K and V leave room for in shared memory"
 
 TILES_16: Final = (
@@ -738,6 +743,7 @@ def forward16_config(
     sinks: bool = False,
     group: int = 1,
     seqlen_q: int = 1 << 20,
+    varlen: bool = False,
 ) -> Fwd16Config:
     """The 16-bit forward kernel for these properties of a problem. Pure.
 
@@ -746,13 +752,15 @@ def forward16_config(
         dtype: "bf16" or "fp16".
         causal, window, softcap, alibi, sinks: as in `Fwd16Config`; causal and window exclude each other.
         group: query heads of a key head.
-        seqlen_q: queries of a sequence; with few of them the rows of a group share tiles, or tiles have fewer rows.
+        seqlen_q: queries of a sequence, with `varlen` on average; with few of them the rows of a group share tiles, or
+            tiles have fewer rows.
+        varlen: sequences of unlike length.
 
     Raises:
         ValueError: a head_dim or dtype for which there is no kernel.
     """
     return forward16_choice(
-        head_dim, head_dim_v, dtype, causal, window, softcap, alibi, sinks, group, seqlen_q
+        head_dim, head_dim_v, dtype, causal, window, softcap, alibi, sinks, group, seqlen_q, varlen
     )[0]
 
 
@@ -767,6 +775,7 @@ def forward16_choice(
     sinks: bool,
     group: int,
     seqlen_q: int,
+    varlen: bool = False,
 ) -> tuple[Fwd16Config, tuple[str, ...]]:
     """What `forward16_config` returns, and the reasons, one sentence for each choice."""
     columns = -(-max(head_dim, head_dim_v) // 32) * 32
@@ -775,9 +784,12 @@ def forward16_choice(
     tile = next(
         t for t in TILES_16 if columns <= t.columns and t.plain in (None, plain) and (short or not t.short)
     )
-    pack_gqa, why_pack = _choose_pack_gqa(group, seqlen_q, tile.tile_m)
+    pack_gqa, why_pack = _choose_pack_gqa(group, seqlen_q, tile.tile_m, varlen)
+    producer_regs = tile.producer_regs
+    if varlen:  # whose producer looks for tiles, too
+        producer_regs = max(producer_regs, _PRODUCER_REGS_VARLEN)
     cluster, why_cluster = 1, None
-    if not window:  # whose tiles do not read the same keys
+    if not (window or varlen):  # whose tiles do not read the same keys, or are given out one by one
         cluster, why_cluster = _choose_cluster(tile, -(-seqlen_q * pack_gqa // tile.tile_m), causal)
     config = _fitted(
         Fwd16Config(
@@ -793,10 +805,11 @@ def forward16_choice(
             alibi=alibi,
             sinks=sinks,
             consumer_regs=tile.consumer_regs,
-            producer_regs=tile.producer_regs,
+            producer_regs=producer_regs,
             pingpong=tile.pingpong,
             cluster=cluster,
             pack_gqa=pack_gqa,
+            varlen=varlen,
         )
     )
     why_tile = f"tile {config.tile_m} x {config.tile_n}: {tile.why}"
@@ -834,7 +847,14 @@ def all_forward16_configs() -> list[Fwd16Config]:
         forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1),
         forward16_config(64, 64, "bf16", causal=True, seqlen_q=SHORT_KEYS),
     ]
-    return list(dict.fromkeys([*common, *features, *others]))
+    varlen = [
+        forward16_config(64, 64, "bf16", causal=True, varlen=True),
+        forward16_config(128, 128, "bf16", causal=True, varlen=True),
+        forward16_config(256, 256, "bf16", varlen=True),
+        forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1, varlen=True),
+        forward16_config(256, 256, "bf16", window=True, softcap=True, alibi=True, sinks=True, varlen=True),
+    ]
+    return list(dict.fromkeys([*common, *features, *others, *varlen]))
 
 
 def tile16_table() -> list[dict[str, object]]:

@@ -77,6 +77,7 @@ class _Forward:
     consumer_regs: int
     producer_regs: int
     window = False  # no sliding window unless a subclass has one
+    varlen = False  # sequences of one length unless a subclass has others
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -249,6 +250,7 @@ class Fwd16Config(_Forward):
     producer_regs: int = 24
     cluster: int = 1  # CTAs that share every tile of K and V: each loads a part for all
     pack_gqa: int = 1  # query heads of a group whose rows share a tile, those of one query side by side
+    varlen: bool = False  # sequences of unlike length, their rows behind one another
 
     @property
     def out_dtype(self) -> str:
@@ -293,7 +295,7 @@ class Fwd16Config(_Forward):
     @property
     def name(self) -> str:
         mask = "causal" if self.causal else "window" if self.window else "full"
-        mask += "".join(f"_{name}" for name in ("softcap", "alibi", "sinks") if getattr(self, name))
+        mask += "".join(f"_{name}" for name in ("softcap", "alibi", "sinks", "varlen") if getattr(self, name))
         steps = (
             ("o" if self.overlap else "")
             + ("p" if self.pingpong else "")
@@ -332,6 +334,10 @@ class Fwd16Config(_Forward):
         if self.window and self.cluster > 1:
             raise ValueError(
                 f"cluster must be 1 with a window, got {self.cluster}: its tiles see other key blocks"
+            )
+        if self.varlen and self.cluster > 1:
+            raise ValueError(
+                f"cluster must be 1 with varlen, got {self.cluster}: tiles are given out one by one"
             )
         if not self.o_fits_q:
             raise ValueError(

@@ -23,8 +23,16 @@ of 8 bits
     v_scale  (batch, heads_k, ceil(seqlen_k / 256)) float32, last stride 1
     lse_add  (batch, heads_q, seqlen_q)             float32, times softmax_scale added to lse (K smoothing's share)
 
+and of sequences of unlike length (`varlen`; the rows of all behind one another, see common/varlen.py), without a mode
+for the batch in the others and lse (heads_q, rows)
+
+    cu_seqlens_q, cu_seqlens_k  (batch + 1,) int32, where sequences begin and end in q and in k
+    seqused_k                   (batch,) int32, keys that count of those a sequence has; may be absent
+    counter                     (1,) int32, of the tiles that have been given out
+
 A work tile is tile_m rows of one head; with pack_gqa, of one head of K: row r is query r // pack_gqa, head
-r % pack_gqa of the group. At most one CTA an SM runs, and takes tiles in turn (common/scheduler.py). Warpgroups
+r % pack_gqa of the group. At most one CTA an SM runs, and takes tiles in turn (common/scheduler.py, or by a counter,
+common/varlen.py). Warpgroups
 0 .. n-1 consume (64 rows each, most registers), the last one produces: its first warp issues the TMA loads, the others
 leave at once. Loops, rings and timeline are in mainloop.py, numerics in policy_fp8.py and policy_16bit.py.
 
@@ -48,6 +56,20 @@ from cutlass.memory import SmemAllocator
 
 from ..common.mask import ROW_STEP, sees_keys
 from ..common.scheduler import key_blocks, rounds_of, unit_coord, unit_in_round
+from ..common.varlen import (
+    END,
+    PLACE,
+    STAGES,
+    find_sequence,
+    one_batch,
+    place_ring,
+    put_place,
+    ragged,
+    ragged_coord,
+    steps_of,
+    take_unit,
+    unit_of_sequence,
+)
 from ..config import Fwd16Config, FwdConfig
 from .mainloop import Barrier, Mainloop, Mainloop8bit, Mainloop16bit
 from .operands import ELEMENTS, row_major_atom
@@ -63,6 +85,9 @@ class FwdSm90:
         self.policy = policy
         self.mainloop = mainloop
         self.out_type = ELEMENTS[cfg.out_dtype]
+        self.early = isinstance(
+            cfg, FwdConfig
+        )  # the grid comes up under the end of the one before, the quantiser's
 
     # -- host -------------------------------------------------------------------------------------------------
 
@@ -79,12 +104,23 @@ class FwdSm90:
         sms: Int32,  # CTAs at most
         turn: Int32,  # key heads whose tiles are mixed in the order of work, see common/scheduler.py
         stream,
+        lengths=(),  # with `varlen`, see `kernel`; batch is 1 then, and `turn` in keys, see common/varlen.py
     ):
         cfg = self.cfg
         tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.head_dim_padded, cfg.v_columns
         k = cute.make_tensor(k.iterator, cute.select(k.layout, [1, 3, 2, 0]))  # (s, d, h, b)
         q, o = self.packed(q), self.packed(o)  # (g, s, d, h, b)
         lse = heads_last(lse)
+        m_units = cute.ceil_div(q.shape[1] * cfg.pack_gqa, tile_m * cfg.cluster)  # the last may have no rows
+        units, seqlen_k = m_units * q.shape[3] * q.shape[4], k.shape[0]
+        if cutlass.const_expr(cfg.varlen):
+            # an upper bound: each sequence has one unit at most that is not full
+            batch = lengths[0].shape[0] - 1
+            units = (q.shape[1] * cfg.pack_gqa // tile_m + batch) * q.shape[3]
+            rows = tile_m // cfg.pack_gqa
+            q, o = ragged(q, 1, rows), ragged(o, 1, rows)
+            k, v = ragged(k, 0, tile_n), ragged(v, 1, cfg.v_box)
+            self.reset(lengths[4]).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
 
         qk_type, v_type = self.policy.qk_type, self.policy.v_type
         atom_qk = row_major_atom(qk_type, d)
@@ -115,6 +151,8 @@ class FwdSm90:
             bar_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.q_stages]
             bar_k: cute.struct.MemRange[cutlass.Int64, 2 * cfg.kv_stages]
             bar_v: cute.struct.MemRange[cutlass.Int64, 2 * cfg.kv_stages]
+            bar_place: cute.struct.MemRange[cutlass.Int64, 2 * STAGES * cfg.varlen]
+            places: cute.struct.Align[cute.struct.MemRange[Int32, PLACE * STAGES * cfg.varlen], 16]
             q: cute.struct.Align[cute.struct.MemRange[qk_type, cute.cosize(layout_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[qk_type, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[v_type, cute.cosize(layout_v)], 1024]
@@ -123,9 +161,6 @@ class FwdSm90:
             ]
 
         self.storage = Storage
-        # the last may have a tile of no rows
-        m_units = cute.ceil_div(q.shape[1] * cfg.pack_gqa, tile_m * cfg.cluster)
-        units = m_units * q.shape[3] * q.shape[4]
         self.kernel(
             tma_q.atom,
             tma_q.tma_tensor,
@@ -145,14 +180,15 @@ class FwdSm90:
             m_units,
             turn,
             units,
-            k.shape[0],
+            seqlen_k,
+            lengths,
         ).launch(
             grid=[cutlass.min(units, sms // cfg.cluster) * cfg.cluster, 1, 1],
             block=[cfg.threads, 1, 1],
             cluster=None if cfg.cluster == 1 else [cfg.cluster, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=True,
+            use_pdl=self.early or cfg.varlen,
         )
 
     def packed(self, x: cute.Tensor) -> cute.Tensor:
@@ -179,6 +215,14 @@ class FwdSm90:
     # -- device -----------------------------------------------------------------------------------------------
 
     @cute.kernel
+    def reset(self, counter: cute.Tensor):
+        """No tile has been given out yet. One thread writes; the grid that counts comes up meanwhile."""
+        cute.arch.griddepcontrol_launch_dependents()
+        tid, _, _ = cute.arch.thread_idx()
+        if tid == 0:
+            counter[0] = Int32(0)
+
+    @cute.kernel
     def kernel(
         self,
         atom_q: cute.CopyAtom,
@@ -200,7 +244,13 @@ class FwdSm90:
         turn: Int32,
         units: Int32,
         seqlen_k: Int32,
+        # with `varlen` (cu_seqlens_q, cu_seqlens_k, seqused_k, whether that counts, counter, keys of the heads whose
+        # tiles are mixed); else ()
+        lengths,
     ):
+        """With `varlen`, q, k, v and o are what `ragged` makes of them, with a mode of rows in place of the batch;
+        m_units, turn, units and seqlen_k are not read.
+        """
         cfg = self.cfg
         tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.head_dim_padded, cfg.v_columns
         tid, _, _ = cute.arch.thread_idx()
@@ -210,9 +260,12 @@ class FwdSm90:
         warpgroup = cute.arch.make_warp_uniform(tid // 128)
         seqlen_q, heads_k = m_q.shape[1], m_k.shape[2]
         group = m_q.shape[3] // heads_k  # query heads, or packs of them, of a key head
-        order = (m_units, group, heads_k, m_k.shape[3], turn)
         window = self.policy.window(side)
-        rounds = rounds_of(cta // cfg.cluster, ctas // cfg.cluster, units, cfg)
+        order = (m_units, group, heads_k, m_k.shape[3], turn)
+        where = (order, seqlen_q, seqlen_k)  # what `place` finds tiles by
+        rounds = Int32(0)
+        if cutlass.const_expr(not cfg.varlen):
+            rounds = rounds_of(cta // cfg.cluster, ctas // cfg.cluster, units, cfg)
 
         if warp_idx == 4 * cfg.consumer_warpgroups:
             for atom in (atom_q, atom_k, atom_v, atom_o):
@@ -230,43 +283,52 @@ class FwdSm90:
             self.ring(storage.bar_k.data_ptr(), cfg.kv_stages, tile_n * d * qk_bytes, shared=True),
             self.ring(storage.bar_v.data_ptr(), cfg.kv_stages, tile_n * d_v * v_bytes, shared=True),
         )
+        if cutlass.const_expr(cfg.varlen):
+            where = storage.places.get_tensor(cute.make_layout((PLACE, STAGES)))
+            pipes = (*pipes, place_ring(storage.bar_place.data_ptr(), 4 * cfg.consumer_warpgroups))
         self.policy.prepare(s_v, tid)
         # all CTAs of the cluster: none signals or fills another's ring before its mbarriers are initialised
         pl.pipeline_init_arrive(cluster_shape_mn=(cfg.cluster, 1), is_relaxed=True)
         pl.pipeline_init_wait(cluster_shape_mn=(cfg.cluster, 1))
         cute.arch.sync_threads()  # all threads: mbarriers are initialised, the policy's rows are written
-        cute.arch.griddepcontrol_wait()  # the grid before, under whose end all above may have run: the quantiser's
+        if cutlass.const_expr(self.early):
+            cute.arch.griddepcontrol_wait()  # the quantiser's grid, under whose end all above may have run
 
         if warpgroup == cfg.consumer_warpgroups:
             cute.arch.setmaxregister_decrease(cfg.producer_regs)
             if warp_idx == 4 * cfg.consumer_warpgroups:
-                rows = lambda t: cute.group_modes(t, 0, cute.rank(t) - 1)
-                whole, parts = cute.make_layout(1), cute.make_layout(cfg.cluster)
-                rank = 0 if cutlass.const_expr(cfg.cluster == 1) else cute.arch.block_idx_in_cluster()
                 # without the policy's rows
                 boxes = cute.local_tile(s_v, (d_v, cfg.v_box, cfg.kv_stages), (0, None, 0))
                 boxes = cute.make_tensor(boxes.iterator, cute.select(boxes.layout, [0, 1, 3, 2]))
                 boxes = cute.group_modes(boxes, 0, 2)
+                loads = ((atom_q, m_q, s_q), (atom_k, m_k, s_k), (atom_v, m_v, boxes))
                 state_q = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.q_stages)
                 state = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.kv_stages)
-                for r in cutlass.range(rounds, unroll=1):
-                    m_block, head, batch = self.tile(r, order)
-                    head_k = head // group
-                    blocks, _, _, _, first = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
-                    g_q = cute.local_tile(
-                        m_q[None, None, None, head, batch], self.box(tile_m, d), (0, m_block, 0)
-                    )
-                    g_k = cute.local_tile(m_k[None, None, head_k, batch], (tile_n, d), (None, 0))
-                    g_v = cute.local_tile(m_v[None, None, head_k, batch], (d_v, cfg.v_box), (0, None))
-                    tq_s, tq_g = cpasync.tma_partition(
-                        atom_q, 0, whole, rows(s_q), cute.group_modes(g_q, 0, 3)
-                    )
-                    tk_s, tk_g = cpasync.tma_partition(atom_k, rank, parts, rows(s_k), rows(g_k))
-                    tv_s, tv_g = cpasync.tma_partition(atom_v, rank, parts, boxes, rows(g_v))
-                    state_q, state = self.mainloop.produce(
-                        (atom_q, tq_g, tq_s), (atom_k, tk_g, tk_s), (atom_v, tv_g, tv_s),
-                        pipes, (state_q, state), blocks, first,
-                    )  # fmt: skip
+                if cutlass.const_expr(cfg.varlen):
+                    slot = pl.make_pipeline_state(pl.PipelineUserType.Producer, STAGES)
+                    search, taken, unit = (Int32(0), Int32(0)), Int32(0), cta
+                    search, found, rest, seq = find_sequence(unit, search, lengths, group * heads_k, cfg)
+                    while found != 0:
+                        m_block, head = unit_of_sequence(
+                            rest, seq[2], seq[4], group, heads_k, lengths[5], cfg
+                        )
+                        at = (m_block, head, *seq)
+                        put_place(at, where, pipes[3], slot)
+                        slot.advance()
+                        if unit != cta:
+                            taken = take_unit(lengths[4])  # comes in under this tile's loads
+                        state_q, state = self.load_tile(at, loads, pipes, (state_q, state), window)
+                        if unit == cta:  # the first tile does not wait for the counter's reset
+                            cute.arch.griddepcontrol_wait()
+                            taken = take_unit(lengths[4])
+                        unit = ctas + cute.arch.shuffle_sync(taken, 0)
+                        search, found, rest, seq = find_sequence(unit, search, lengths, group * heads_k, cfg)
+                    end = (Int32(END), *[Int32(0)] * 6)
+                    put_place(end, where, pipes[3], slot)
+                else:
+                    for r in cutlass.range(rounds, unroll=1):
+                        at = self.place(r, where)
+                        state_q, state = self.load_tile(at, loads, pipes, (state_q, state), window)
                 # The producer may not leave before its last loads have been consumed, by the other CTA of its cluster,
                 # too, whose warps signal the mbarriers here.
                 state_v = state.clone()
@@ -288,32 +350,150 @@ class FwdSm90:
                 pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.kv_stages),
             )
             self.mainloop.start()
-            for r in cutlass.range(rounds, unroll=1):
-                m_block, head, batch = self.tile(r, order)
-                row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
-                blocks = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
-                inputs = self.policy.tile_inputs(
-                    side, softmax_scale_log2, row0, head, head // group, batch, seqlen_q, seqlen_k
-                )
-                state = self.policy.new_state()
-                out = self.policy.new_output(tid)
-                states = self.mainloop.consume(frags, inputs, (state, limits), out, pipes, states, blocks)
-                # Computed again, from a number that the compiler cannot know to be r: at head_dim_v 256 there is no
-                # register to keep them in over the loop.
-                again = cute.arch.shuffle_sync(r, 0)
-                m_block, head, batch = self.tile(again, order)
-                row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
-                self.epilogue(
-                    out, state, limits, softmax_scale_log2, side, row0, warpgroup, warp_idx, tid,
-                    s_o, atom_o, m_o[None, None, None, head, batch], m_block, m_lse[None, None, batch], head, batch,
-                )  # fmt: skip
-                if cutlass.const_expr(cfg.o_in_q):
-                    state_q, stage = states
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)  # the warp that stores: O has been read
-                    pipes[0].consumer_release(state_q)  # so Q of the next tile may come
-                    state_q.advance()
-                    states = (state_q, stage)
+            consume = lambda at, states: self.attend_tile(
+                at,
+                where,
+                frags,
+                pipes,
+                states,
+                window,
+                side,
+                softmax_scale_log2,
+                (s_o, atom_o, m_o, m_lse),
+                group,
+            )
+            if cutlass.const_expr(cfg.varlen):
+                slot = pl.make_pipeline_state(pl.PipelineUserType.Consumer, STAGES)
+                pipes[3].consumer_wait(slot)  # the producer has written the place of the first tile
+                while cute.arch.make_warp_uniform(where[0, slot.index]) != END:
+                    states = consume(slot, states)
+                    slot.advance()
+                    pipes[3].consumer_wait(slot)  # likewise of the next tile
+            else:
+                for r in cutlass.range(rounds, unroll=1):
+                    states = consume(r, states)
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
+
+    @cute.jit
+    def load_tile(self, at, loads, pipes, states, window):
+        """Issue all loads of a tile, by one whole warp. Returns the states of Q's and of the other rings.
+
+        at     see `place`
+        loads  (copy atom, global tensor, shared tensor) of Q, K, V
+        """
+        cfg = self.cfg
+        tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.head_dim_padded, cfg.v_columns
+        (atom_q, m_q, s_q), (atom_k, m_k, s_k), (atom_v, m_v, boxes) = loads
+        rows = lambda t: cute.group_modes(t, 0, cute.rank(t) - 1)
+        whole, parts = cute.make_layout(1), cute.make_layout(cfg.cluster)
+        rank = 0 if cutlass.const_expr(cfg.cluster == 1) else cute.arch.block_idx_in_cluster()
+        m_block, head, batch, row0, seqlen_q, key0, seqlen_k = at
+        head_k = head // (m_q.shape[3] // m_k.shape[2])
+        blocks, _, _, _, first = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
+        if cutlass.const_expr(cfg.varlen):
+            g_q = cute.local_tile(
+                self.rows_from(m_q, head, m_block, row0, seqlen_q), self.box(tile_m, d), (0, 0, 0)
+            )
+            tiles_k = cute.local_tile(m_k[None, None, head_k, 0], (tile_n, d), (0, 0))
+            tiles_v = cute.local_tile(m_v[None, None, head_k, 0], (d_v, cfg.v_box), (0, 0))
+            g_k, g_v = steps_of(tiles_k, m_k, 0), steps_of(tiles_v, m_v, 1)
+            rows_kv = lambda t: cute.group_modes(t, 0, 2)
+        else:
+            g_q = cute.local_tile(m_q[None, None, None, head, batch], self.box(tile_m, d), (0, m_block, 0))
+            g_k = cute.local_tile(m_k[None, None, head_k, batch], (tile_n, d), (None, 0))
+            g_v = cute.local_tile(m_v[None, None, head_k, batch], (d_v, cfg.v_box), (0, None))
+            rows_kv = rows
+        tq_s, tq_g = cpasync.tma_partition(atom_q, 0, whole, rows(s_q), cute.group_modes(g_q, 0, 3))
+        tk_s, tk_g = cpasync.tma_partition(atom_k, rank, parts, rows(s_k), rows_kv(g_k))
+        tv_s, tv_g = cpasync.tma_partition(atom_v, rank, parts, boxes, rows_kv(g_v))
+        return self.mainloop.produce(
+            (atom_q, tq_g, tq_s),
+            (atom_k, tk_g, tk_s),
+            (atom_v, tv_g, tv_s),
+            pipes,
+            states,
+            blocks,
+            first,
+            (key0, seqlen_k),
+        )
+
+    @cute.jit
+    def attend_tile(
+        self, at, where, frags, pipes, states, window, side, softmax_scale_log2: Float32, output, group: Int32
+    ):
+        """A consumer warpgroup's part of a tile. Returns the states of Q's and the other rings.
+
+        at      round of the tile, or with `varlen` the consumer's state of the ring of places
+        where   see `place`
+        output  (O in shared memory, its copy atom, O, lse)
+        """
+        cfg = self.cfg
+        tid, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup = cute.arch.make_warp_uniform(tid // 128)
+        s_o, atom_o, m_o, m_lse = output
+        index = at.index if cutlass.const_expr(cfg.varlen) else at
+        m_block, head, batch, _, seqlen_q, _, seqlen_k = self.place(index, where)
+        row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
+        blocks = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
+        inputs = self.policy.tile_inputs(
+            side, softmax_scale_log2, row0, head, head // group, batch, seqlen_q, seqlen_k
+        )
+        state = self.policy.new_state()
+        out = self.policy.new_output(tid)
+        states = self.mainloop.consume(frags, inputs, (state, limits), out, pipes, states, blocks)
+        # Computed, or read, again, from a number that the compiler cannot know to be `index`: at head_dim_v 256 there
+        # is no register to keep them in over the loop.
+        again = cute.arch.shuffle_sync(index, 0)
+        m_block, head, batch, first_row, seqlen_q, _, seqlen_k = self.place(again, where)
+        row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
+        if cutlass.const_expr(cfg.varlen):
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                pipes[3].consumer_release(at)  # this warp has read the place
+            g_o = self.rows_from(m_o, head, m_block, first_row, seqlen_q)
+            g_lse = cute.domain_offset((first_row, 0), m_lse[None, None, 0])
+            o_block, rows = Int32(0), seqlen_q
+        else:
+            g_o, g_lse = m_o[None, None, None, head, batch], m_lse[None, None, batch]
+            o_block, rows = m_block, g_lse.shape[0]
+        self.epilogue(
+            out, state, limits, softmax_scale_log2, side, row0, warpgroup, warp_idx, tid,
+            s_o, atom_o, g_o, o_block, g_lse, rows, head, batch,
+        )  # fmt: skip
+        if cutlass.const_expr(cfg.o_in_q):
+            state_q, stage = states
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the warp that stores: O has been read
+            pipes[0].consumer_release(state_q)  # so Q of the next tile may come
+            state_q.advance()
+            states = (state_q, stage)
+        return states
+
+    @cute.jit
+    def place(self, at: Int32, where):
+        """(m_block, head, batch, first row in q, seqlen_q, first key in k, seqlen_k) of a tile.
+
+        at     round of this CTA, or with `varlen` a stage of the ring of places
+        where  (arguments of `unit_coord`, seqlen_q, seqlen_k), or that ring
+        """
+        if cutlass.const_expr(self.cfg.varlen):
+            words = cute.make_rmem_tensor(PLACE, Int32)
+            cute.autovec_copy(where[None, at], words)
+            found = tuple([cute.arch.make_warp_uniform(words[i]) for i in range(7)])
+        else:
+            order, seqlen_q, seqlen_k = where
+            found = (*self.tile(at, order), Int32(0), seqlen_q, Int32(0), seqlen_k)
+        return found
+
+    @cute.jit
+    def rows_from(self, x: cute.Tensor, head: Int32, m_block: Int32, row0: Int32, rows: Int32) -> cute.Tensor:
+        """(pack_gqa, rows, dim) of q or o from the first row of a tile on, which end where the sequence ends.
+
+        x is what `ragged` made, row0 the sequence's first row in it, `rows` its rows.
+        """
+        box = self.cfg.tile_m // self.cfg.pack_gqa
+        offset, last = ragged_coord(row0, rows, m_block * box, box)
+        return cute.domain_offset((0, offset, 0), x[None, None, None, head, last])
 
     @cute.jit
     def tile(self, r: Int32, order):
@@ -377,13 +557,14 @@ class FwdSm90:
         g_o: cute.Tensor,
         m_block: Int32,
         g_lse: cute.Tensor,
+        rows: Int32,
         head: Int32,
         batch: Int32,
     ):
         """Normalise, write lse, and send O registers -> shared memory -> TMA store, each warpgroup its 64 rows.
 
-        TMA drops what lies past seqlen_q and head_dim_v. g_o is (pack_gqa, seqlen_q, head_dim_v), g_lse (seqlen_q,
-        heads_q).
+        TMA drops what lies past the rows of the sequence and head_dim_v. g_o is (pack_gqa, seqlen_q, head_dim_v), in
+        which the tile is number m_block, g_lse (seqlen_q, heads_q), of which `rows` are written.
         """
         cfg, g = self.cfg, self.cfg.pack_gqa
         lse = cute.make_rmem_tensor(2, Float32)
@@ -392,7 +573,7 @@ class FwdSm90:
             for r in cutlass.range_constexpr(2):
                 row = row0 + ROW_STEP * r
                 query, head_q = row // g, head * g + row % g
-                if query < g_lse.shape[0]:
+                if query < rows:
                     seen = sees_keys(limits, r, cfg)
                     g_lse[query, head_q] = self.policy.final_lse(lse[r], seen, side, query, head_q, batch)
         # the warp that stores waits until the last tile's O has been read, the warpgroup for that warp; then it writes
@@ -494,6 +675,39 @@ class Fwd16bitSm90(FwdSm90):
         side = (slopes, sinks, softcap_factor, window_left, window_right)
         v = cute.make_tensor(v.iterator, cute.select(v.layout, [3, 1, 2, 0]))  # (d, s, h, b)
         self.launch(q, k, v, side, o, lse, softmax_scale_log2, sms, turn, stream)
+
+
+class Fwd16bitVarlenSm90(Fwd16bitSm90):
+    """One 16-bit configuration for sequences of unlike length. Call it inside `cute.compile` with (fake) tensors."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (rows, heads_q, head_dim)
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor,  # (heads_q, rows)
+        slopes: cute.Tensor,
+        sinks: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        seqused_k: cute.Tensor,  # (batch,), or anything where has_used is 0
+        counter: cute.Tensor,
+        softmax_scale_log2: Float32,
+        softcap_factor: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        has_used: Int32,
+        sms: Int32,
+        keys_in_turn: Int32,  # under a causal mask, keys of all heads whose tiles are mixed in the order of work
+        stream,
+    ):
+        side = (slopes, sinks, softcap_factor, window_left, window_right)
+        q, k, v, o, lse = one_batch(q), one_batch(k), one_batch(v), one_batch(o), one_batch(lse)
+        v = cute.make_tensor(v.iterator, cute.select(v.layout, [3, 1, 2, 0]))  # (d, s, h, b)
+        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, has_used, counter, keys_in_turn)
+        self.launch(q, k, v, side, o, lse, softmax_scale_log2, sms, Int32(1), stream, lengths)
 
 
 def heads_last(x: cute.Tensor) -> cute.Tensor:

@@ -44,6 +44,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup as wg
 
 from ..common.mask import mask_scores
+from ..common.varlen import ragged_coord
 from ..config import V_SCALE_GROUP, Fwd16Config, FwdConfig
 from .operands import rows
 from .policy_16bit import Policy16bit
@@ -74,44 +75,55 @@ class Mainloop:
     # -- producer ---------------------------------------------------------------------------------------------
 
     @cute.jit
-    def produce(self, load_q, load_k, load_v, pipes, states, blocks: Int32, first: Int32):
+    def produce(self, load_q, load_k, load_v, pipes, states, blocks: Int32, first: Int32, keys):
         """Issue the TMA loads of one work tile, key blocks blocks - 1 .. first; returns the pipeline states. Called by
         one whole warp.
 
         load_q/k/v are (copy atom, global partition, shared partition); V's tile comes in boxes of `v_box` keys.
-        pipes are those of Q, K, V, states the producer's of Q and of K and V.
+        pipes are those of Q, K, V (and more), states the producer's of Q and of K and V. keys is (first key, keys),
+        which the loads need with `varlen`.
         """
         atom_q, gq, sq = load_q
-        pipe_q, _, _ = pipes
+        pipe_q = pipes[0]
         state_q, state = states
         # Q after the first K: where Q has one stage, it is free only when the tile before has had its last product.
-        self.load_keys(load_k, pipes, state, blocks - 1)
+        self.load_keys(load_k, pipes, state, blocks - 1, keys)
         pipe_q.producer_acquire(state_q)  # waits until all consumer warps have released the stage's Q
         cute.copy(atom_q, gq, sq[None, state_q.index], tma_bar_ptr=pipe_q.producer_get_barrier(state_q))
         state_q.advance()
-        self.load_values(load_v, pipes, state, blocks - 1)
+        self.load_values(load_v, pipes, state, blocks - 1, keys)
         state.advance()
         for j in cutlass.range(1, blocks - first, unroll=1):
-            self.load_keys(load_k, pipes, state, blocks - 1 - j)
-            self.load_values(load_v, pipes, state, blocks - 1 - j)
+            self.load_keys(load_k, pipes, state, blocks - 1 - j, keys)
+            self.load_values(load_v, pipes, state, blocks - 1 - j, keys)
             state.advance()
         return state_q, state
 
     @cute.jit
-    def load_keys(self, load, pipes, state, n: Int32):
+    def source(self, g: cute.Tensor, n: Int32, box: cutlass.Constexpr, keys) -> cute.Tensor:
+        """Box n of K or V, of `box` keys, in the global partition."""
+        if const_expr(self.cfg.varlen):
+            key0, seqlen_k = keys
+            found = g[(None, *ragged_coord(key0, seqlen_k, n * box, box))]
+        else:
+            found = g[None, n]
+        return found
+
+    @cute.jit
+    def load_keys(self, load, pipes, state, n: Int32, keys):
         """K of key tile n into the stage of `state`."""
         atom, g, s = load
         pipes[1].producer_acquire(state)  # waits until all consumer warps have released this stage's K
         cute.copy(
             atom,
-            g[None, n],
+            self.source(g, n, self.cfg.tile_n, keys),
             s[None, state.index],
             tma_bar_ptr=pipes[1].producer_get_barrier(state),
             mcast_mask=self.receivers,
         )
 
     @cute.jit
-    def load_values(self, load, pipes, state, n: Int32):
+    def load_values(self, load, pipes, state, n: Int32, keys):
         """V of key tile n into the stage of `state`."""
         atom, g, s = load
         boxes = cute.size(s, mode=[1])
@@ -119,7 +131,7 @@ class Mainloop:
         for c in cutlass.range_constexpr(boxes):
             cute.copy(
                 atom,
-                g[None, n * boxes + c],
+                self.source(g, n * boxes + c, self.cfg.v_box, keys),
                 s[None, c, state.index],
                 tma_bar_ptr=pipes[2].producer_get_barrier(state),
                 mcast_mask=self.receivers,
@@ -133,7 +145,7 @@ class Mainloop:
     @cute.jit
     def begin(self, frags, pipes, states, key_blocks):
         """Wait for Q of a work tile. Returns (fragments with this Q, K/V stage of the first block, that block + 1)."""
-        pipe_q, pipe_k, pipe_v = pipes
+        pipe_q, pipe_k, pipe_v = pipes[:3]
         state_q, stage = states
         blocks, passed = key_blocks[0], key_blocks[1]
         pipe_q.consumer_wait(state_q)  # TMA has filled Q
@@ -201,7 +213,7 @@ class Mainloop8bit(Mainloop):
         stage is the consumer's pipeline state of K and V, whose rings go in step.
         """
         cfg, policy = self.cfg, self.policy
-        pipe_q, pipe_k, pipe_v = pipes
+        pipe_q, pipe_k, pipe_v = pipes[:3]
         q_frag, k_frag, v_frags = frags
         q_scale, k_scales, v_scales = scales
         state, limits = softmax_state
@@ -259,9 +271,13 @@ class Mainloop8bit(Mainloop):
         state, _ = softmax_state
         state[3][0] = scales[2][((blocks - 1) * self.cfg.tile_n) >> V_SCALE_SHIFT]
         for j in cutlass.range(masked, unroll=1):
-            stage = self.step(True, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, state_q, stage)
+            stage = self.step(
+                True, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, state_q, stage
+            )
         for j in cutlass.range(masked, blocks, unroll=1):
-            stage = self.step(False, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, state_q, stage)
+            stage = self.step(
+                False, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, state_q, stage
+            )
         return self.end(pipes, (state_q, stage))
 
 
@@ -306,7 +322,7 @@ class Mainloop16bit(Mainloop):
     def first_step(self, n: Int32, frags, inputs, softmax_state, p: cute.Tensor, pipes, stage):
         """With overlap: Q K^T and softmax of the first key tile. Returns the next stage of K."""
         policy = self.policy
-        _, pipe_k, _ = pipes
+        pipe_k = pipes[1]
         q_frag, k_frag, _ = frags
         state, limits = softmax_state
         s = policy.new_scores()
@@ -336,7 +352,7 @@ class Mainloop16bit(Mainloop):
         or after. Returns the next stages of K and V.
         """
         policy = self.policy
-        _, pipe_k, pipe_v = pipes
+        _, pipe_k, pipe_v = pipes[:3]
         q_frag, k_frag, v_frag = frags
         state, limits = softmax_state
         stage_k, stage_v = stages
@@ -361,7 +377,7 @@ class Mainloop16bit(Mainloop):
     @cute.jit
     def last_step(self, frags, out, p: cute.Tensor, pipes, stage):
         """With overlap: P V of the last key tile."""
-        _, _, pipe_v = pipes
+        pipe_v = pipes[2]
         pipe_v.consumer_wait(stage)  # TMA has filled V of the last tile
         self.policy.product(p, frags[2], stage.index, out)
         wg.wait_group(0)  # O is complete
@@ -382,7 +398,7 @@ class Mainloop16bit(Mainloop):
     ):
         """Without overlap: key tile n; nothing is in flight before or after. Returns the next stage of K and V."""
         policy = self.policy
-        _, pipe_k, pipe_v = pipes
+        _, pipe_k, pipe_v = pipes[:3]
         q_frag, k_frag, v_frag = frags
         state, limits = softmax_state
         s = policy.new_scores()

@@ -1,0 +1,177 @@
+"""Batches of sequences of unlike length: which tiles there are, and who takes them when.
+
+The rows of all sequences stand behind one another, sequence b from row cu_seqlens[b] to row cu_seqlens[b + 1]. Only the
+device knows the lengths. Units of work (one tile each, there are no clusters here) are numbered sequence by sequence;
+CTA c begins with unit c and takes the next one by a counter in memory, as lengths in an order of the caller's defeat
+every order fixed beforehand. A unit's sequence is found by a warp: 32 sequences a step, each lane the units of one, a
+prefix sum over the lanes, and a vote on who lies before the unit. A CTA's units ascend, so the search goes on
+where it ended, and a sequence without rows costs a lane of one step.
+
+The producer's first warp does that one tile ahead and leaves the place of the tile in shared memory, in a ring of
+STAGES places with mbarriers of its own (mainloop.py lists the others):
+
+    full   arrives: one lane of the producer's warp, the place is written
+    empty  arrives: one lane of each consumer warp, it has read the place for the last time (before it stores O)
+
+Tensors keep no bound between two sequences, so TMA gets one, see `ragged`.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pl
+from cutlass import Int32
+
+from ..config import FwdConfig
+
+STAGES = 2  # places: of the tile that is worked on, and of the next
+PLACE = 8  # words of a place: (m_block or END, head, sequence, first row, rows, first key, keys, 0)
+END = -1  # there is no tile any more
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Tensors
+# ------------------------------------------------------------------------------------------------------------
+
+
+def ragged(x: cute.Tensor, mode: int, box: int) -> cute.Tensor:
+    """A tensor of all sequences' rows, so that TMA stops where a sequence ends.
+
+    x     (..., rows, ..., any) with the rows as `mode`; its last mode is dropped
+    box   rows that one TMA box has at most
+
+    The result is (..., box, ..., rows + 1): `mode` and the last one both step over rows, from an origin that lies `box`
+    rows before x. A box that shall begin at row r and see `left` of the rows from there, 0 <= left <= box, is that at
+    coordinates box - left of `mode` and r + left of the last mode: it begins at (box - left) + (r + left) - box = r,
+    and its rows from the `left`-th on lie past the end of `mode`, where TMA writes zeros to shared memory and
+    nothing to global memory. (A descriptor's origin is not accessed; it may lie before the allocation.)
+    """
+    step = x.stride[mode]
+    shape = (*x.shape[:mode], box, *x.shape[mode + 1 : -1], x.shape[mode] + 1)
+    stride = (*x.stride[:-1], step)
+    origin = (x.iterator - box * step).align(16)
+    return cute.make_tensor(origin, cute.make_layout(shape, stride=stride))
+
+
+@cute.jit
+def ragged_coord(row0: Int32, rows: Int32, first: Int32, box: cutlass.Constexpr):
+    """Coordinates of a box in what `ragged` returns: (of the mode of rows, of the last mode).
+
+    row0, rows  first row of the sequence, and its rows
+    first       row of the sequence at which the box begins; may lie past its end, the box is then empty
+    """
+    left = cutlass.min(cutlass.max(rows - first, 0), box)
+    return box - left, row0 + first + left
+
+
+def one_batch(x: cute.Tensor) -> cute.Tensor:
+    """x with a mode of one batch in front."""
+    return cute.make_tensor(x.iterator, cute.make_layout((1, *x.shape), stride=(0, *x.stride)))
+
+
+def steps_of(tile: cute.Tensor, x: cute.Tensor, mode: int) -> cute.Tensor:
+    """A box of K or V, (rows, columns) in either order, with two modes more that move it: by the two coordinates of
+    `ragged_coord`. x is what `ragged` made of K or V, `mode` its mode of rows.
+    """
+    shape = (*tile.shape, x.shape[mode], x.shape[3])
+    stride = (*tile.stride, x.stride[mode], x.stride[3])
+    return cute.make_tensor(tile.iterator, cute.make_layout(shape, stride=stride))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Order of work
+# ------------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def find_sequence(unit: Int32, search, lengths, heads: Int32, cfg: FwdConfig):
+    """The sequence of a unit, by a whole warp: (search, found, unit of the sequence, place).
+
+    search   (first sequence of the lanes, units of the sequences before it), from the call before, for a lower unit
+    lengths  see `FwdSm90.kernel`
+    heads    units of a tile's rows, one for each head or pack of heads
+    found    whether there is such a unit
+    place    (sequence, first row, rows, first key, keys)
+    """
+    cu_q, cu_k, used_k, has_used, _, _ = lengths
+    first, before = search
+    batch = cu_q.shape[0] - 1
+    lane = cute.arch.lane_idx()
+    found = Int32(0)
+    row0, rows, key0, keys, ahead, at = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+    while found == 0 and first < batch:
+        row0, rows, key0, keys = Int32(0), Int32(0), Int32(0), Int32(0)
+        if first + lane < batch:
+            row0, key0 = cu_q[first + lane], cu_k[first + lane]
+            rows, keys = cu_q[first + lane + 1] - row0, cu_k[first + lane + 1] - key0
+            if has_used != 0:
+                keys = cutlass.min(keys, cutlass.max(used_k[first + lane], 0))
+        units = (rows * cfg.pack_gqa + (cfg.tile_m - 1)) // cfg.tile_m * heads
+        ahead = units  # of this lane's sequence and those of the lanes before it
+        for step in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(ahead, offset=1 << step)
+            ahead = ahead + (other if lane >= 1 << step else 0)
+        at = cute.arch.popc(cute.arch.vote_ballot_sync(before + ahead <= unit))
+        if at == 32:  # all of these end before the unit
+            first = first + 32
+            before = before + cute.arch.shuffle_sync(ahead, 31)
+        else:
+            found = Int32(1)
+            ahead = ahead - units
+    rest = unit - before - cute.arch.shuffle_sync(ahead, at)
+    place = tuple([first + at, *[cute.arch.shuffle_sync(x, at) for x in (row0, rows, key0, keys)]])
+    return (first, before), found, rest, place
+
+
+@cute.jit
+def unit_of_sequence(
+    rest: Int32, rows: Int32, keys: Int32, group: Int32, heads_k: Int32, keys_in_turn: Int32, cfg: FwdConfig
+):
+    """Unit of a sequence -> (m_block, head); head is one of K where rows are packed.
+
+    Without a causal mask the units of a head are neighbours, so that its K and V stay in L2 while they are needed. With
+    one the longest units come first, of as many key heads at a time as have room in L2: `keys_in_turn` keys.
+    """
+    m_blocks = (rows * cfg.pack_gqa + (cfg.tile_m - 1)) // cfg.tile_m
+    if cutlass.const_expr(cfg.causal):
+        turn = cutlass.min(cutlass.max(keys_in_turn // cutlass.max(keys, 1), 1), heads_k)
+        section = rest // (turn * m_blocks * group)
+        rest = rest - section * (turn * m_blocks * group)
+        heads = cutlass.min(turn, heads_k - section * turn) * group
+        level = rest // heads
+        m_block, head = m_blocks - 1 - level, section * turn * group + rest - level * heads
+    else:
+        head = rest // m_blocks
+        m_block = rest - head * m_blocks
+    return m_block, head
+
+
+def place_ring(barriers, consumer_warps: int):
+    """The ring of places. Its barriers are initialised with those of the other rings."""
+    return pl.PipelineAsync.create(
+        num_stages=STAGES,
+        producer_group=pl.CooperativeGroup(pl.Agent.Thread),
+        consumer_group=pl.CooperativeGroup(pl.Agent.Thread, consumer_warps),
+        barrier_storage=barriers,
+        defer_sync=True,
+    )
+
+
+@cute.jit
+def put_place(at, places: cute.Tensor, pipe, slot):
+    """Tell the consumer warps where their next tile is, the words of a place; by the producer's warp."""
+    pipe.producer_acquire(slot)  # waits until all consumer warps have read the place before last
+    if cute.arch.lane_idx() == 0:
+        for i in cutlass.range_constexpr(7):
+            places[i, slot.index] = at[i]
+        pipe.producer_commit(slot)  # by the one lane that wrote
+
+
+@cute.jit
+def take_unit(counter: cute.Tensor) -> Int32:
+    """In lane 0, how many units have been given out beside the first of each CTA, which is its own number."""
+    taken = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        taken = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+    return taken
