@@ -86,7 +86,9 @@ class Tile:
 
 
 SHORT_KEYS: Final = 1024
-"""Keys of a causal sequence up to which a step takes fewer of them (perf/log.md, run 13)."""
+"""Keys of a causal sequence up to which a step of the 8-bit kernel takes fewer of them (perf/log.md, run 13)."""
+SHORT_QUERIES: Final = 2048
+"""Queries of a causal sequence up to which a tile of the 16-bit kernel has fewer of them (likewise)."""
 
 _SMALL_FULL: Final = (
     "up to head_dim 64 the chain of product, softmax and product is long beside the tensor core's work: "
@@ -681,7 +683,7 @@ class Tile16:
     columns: int
     why: str
     plain: bool | None = None  # only without (True) or with (False) a mask, softcap or ALiBi; None: both
-    short: bool = False  # only causal sequences of at most SHORT_KEYS queries
+    short: bool = False  # only causal sequences of at most SHORT_QUERIES queries
     tile_m: int = 128
     tile_n: int = 128
     consumer_regs: int = 240
@@ -780,7 +782,7 @@ def forward16_choice(
     """What `forward16_config` returns, and the reasons, one sentence for each choice."""
     columns = -(-max(head_dim, head_dim_v) // 32) * 32
     plain = not (causal or window or softcap or alibi)
-    short = causal and seqlen_q <= SHORT_KEYS
+    short = causal and seqlen_q <= SHORT_QUERIES
     tile = next(
         t for t in TILES_16 if columns <= t.columns and t.plain in (None, plain) and (short or not t.short)
     )
@@ -845,7 +847,7 @@ def all_forward16_configs() -> list[Fwd16Config]:
         forward16_config(192, 128, "bf16", causal=True),
         forward16_config(40, 72, "fp16"),
         forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1),
-        forward16_config(64, 64, "bf16", causal=True, seqlen_q=SHORT_KEYS),
+        forward16_config(64, 64, "bf16", causal=True, seqlen_q=SHORT_QUERIES),
     ]
     varlen = [
         forward16_config(64, 64, "bf16", causal=True, varlen=True),

@@ -3,9 +3,9 @@
     python perf/gpu_check.py FOLDER       everything; logs, a summary and the record gpu_tests.json go to FOLDER
     python perf/gpu_check.py --small      the small launches that the sanitizers watch, once
 
-The tests come first: they compile the kernels into the disk cache, so that the sanitizers' processes only
-load them. Each child has a time limit and is killed with all its own children when it passes it: no hung
-kernel can hold the machine for longer than `LIMITS` says. Exit status 1 if anything failed or did not finish.
+The tests come first, in several processes (pytest-xdist), since compiling is what takes the time. Each child has a time
+limit and is killed with all its own children when it passes it: no hung kernel can hold the machine for longer than
+`LIMITS` says. Exit status 1 if anything failed or did not finish.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import IO
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"pytest": 480, "sanitizer": 60}  # seconds; the two sanitizers run side by side
+LIMITS = {"pytest": 480, "test": 120, "sanitizer": 60}  # seconds; the two sanitizers run side by side
 TOOLS = ("memcheck", "racecheck")
-FIRST_TESTS = ROOT / "tests" / "test_kernels_gpu.py"  # its session fixture compiles what all files need
+WORKERS = min(14, os.cpu_count() or 1)
 SMALL = (1, 200, 333, 2, 1)  # batch, seqlen_q, seqlen_k, heads_q, heads_k
 
 
@@ -202,10 +202,11 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
 
     results = []
-    others = [path for path in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in path.read_text()]
-    paths = list(dict.fromkeys([FIRST_TESTS, *others]))
+    paths = [path for path in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in path.read_text()]
     tests = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *map(str, paths), "--durations=25"]
     tests += ["--tb=short", "--continue-on-collection-errors", f"--junitxml={folder / 'junit.xml'}"]
+    # A test that hangs costs its worker.
+    tests += ["-n", str(WORKERS), "--dist", "worksteal", "--timeout", str(LIMITS["test"])]
     # As in pyproject.toml but for --strict-config: the machine may lack a plugin that a setting is for.
     tests += ["-o", "addopts=-ra"]
     result = start("pytest", tests, folder, LIMITS["pytest"]).wait()

@@ -7,9 +7,6 @@ nothing else. Outputs are poisoned before every launch: what the kernel does not
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +15,6 @@ import torch
 from torch import Tensor
 
 from cute_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, launch
-from cute_attn.compile import compile_kernel
 from cute_attn.flash import reference
 from cute_attn.kernels.config import Fwd16Config
 from cute_attn.plan import forward16_config
@@ -75,36 +71,6 @@ CLUSTERS = [
     for d in (64, 128, 256)
     for causal in (False, True)
 ]
-
-
-def plans() -> list[Fwd16Config]:
-    """Most of what the tests below launch."""
-    masked = [
-        forward16_config(d, v, dtype, causal=causal)
-        for d, v in DIMS
-        for causal in (False, True)
-        for dtype in (("bf16", "fp16") if d in (64, 128) else ("bf16",))
-    ]
-    features = [
-        forward16_config(d, d, "bf16", **{"window": True, feature: True})
-        for d in (64, 128, 256)
-        for feature in ("window", "softcap", "alibi", "sinks")
-    ]
-    return [*masked, *features, *VARIANTS, *CLUSTERS]
-
-
-def compile_one(config: Fwd16Config) -> None:
-    """Compile into the disk cache. A kernel itself does not travel between processes."""
-    compile_kernel(config)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled() -> None:
-    """Kernels compiled side by side. A failure is left to the test that needs the kernel, which compiles it again."""
-    workers = min(14, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(compile_one, config) for config in dict.fromkeys(plans())]:
-            future.exception()
 
 
 class PoisonedTorch:

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import multiprocessing
-import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +20,6 @@ from torch import Tensor
 
 import cute_attn
 from cute_attn import Fp8Recipe, QuantizedQKV, emulator, launch
-from cute_attn.compile import compile_kernel
 from cute_attn.kernels.config import FwdConfig, QuantizeConfig
 from cute_attn.plan import forward_config, quantize_config, transpose_config
 from cute_attn.quantize import PRESETS, Rotary, mean_key, permute_v, quantize_reference
@@ -138,56 +134,6 @@ ROTARIES = [
     for kind in ("half", "interleaved")
 ]
 TRANSPOSES = [transpose_config(d) for d in (32, 48, 64, 80, 96, 128, 160, 176, 208, 256)]
-CONFIGS: list[FwdConfig | QuantizeConfig] = [
-    *FORWARD,
-    *CLUSTERED,
-    *FORWARD_OF_DIMS,
-    *PACKED,
-    *BY_EXP2,
-    FP16_OUT,
-    *QUANTISERS,
-    QUANTISER_FP16,
-    replace(quantize_config(PRESETS["accurate"], 128, 128, "fp16"), rotary="half"),
-    *ROTARIES,
-    *TRANSPOSES,
-    # what other files' GPU tests run
-    *(forward_config(d, d, "e4m3", causal, "cast", "bf16") for d in HEAD_DIMS for causal in (False, True)),
-    forward_config(128, 128, "int8", False, "ex2", "bf16"),
-    *(
-        forward_config(d, d, qk, causal, p, "bf16", pack_gqa=group)
-        for d, causal, group in (
-            (128, False, 2),
-            (128, True, 2),
-            (256, False, 2),
-            (256, True, 2),
-            (128, False, 4),
-        )
-        for qk, p in (("e4m3", "cast"), ("e4m3", "code"), ("int8", "code"))
-    ),
-    *(
-        quantize_config(Fp8Recipe(rotation=rotation, smooth_k=False), d, d, "bf16")  # type: ignore[arg-type]
-        for rotation in ("none", "hadamard")
-        for d in (64, 128)
-    ),
-    quantize_config(Fp8Recipe(q_scale="head", k_scale="head", v_scale="head"), 128, 128, "bf16"),
-]
-
-
-def compile_one(config: FwdConfig | QuantizeConfig) -> None:
-    """Compile into the disk cache. A kernel itself does not travel between processes."""
-    compile_kernel(config)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled() -> None:
-    """All kernels of the GPU tests, compiled side by side: one after the other they take two minutes.
-
-    A failure is left to the test that needs the kernel, which compiles it again.
-    """
-    workers = min(16, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(compile_one, config) for config in dict.fromkeys(CONFIGS)]:
-            future.exception()
 
 
 class PoisonedTorch:

@@ -162,7 +162,6 @@ class Quantize:
         # Heads of Q, K and V fastest: neighbours in memory run together, and so do the three roles, of which
         # those of Q and K are heavier on the instruction units and that of V on memory. V first: it needs no
         # sums.
-        cute.arch.griddepcontrol_launch_dependents()
         work, span, _ = cute.arch.block_idx()
         heads_q, heads_k = m_q.shape[2], m_k.shape[2]
         of_v = heads_k * (QUANTIZE_SPAN // V_SCALE_GROUP)

@@ -188,7 +188,7 @@ class FwdSm90:
             cluster=None if cfg.cluster == 1 else [cfg.cluster, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=self.early or cfg.varlen,
+            use_pdl=cfg.varlen,
         )
 
     def packed(self, x: cute.Tensor) -> cute.Tensor:
@@ -291,8 +291,6 @@ class FwdSm90:
         pl.pipeline_init_arrive(cluster_shape_mn=(cfg.cluster, 1), is_relaxed=True)
         pl.pipeline_init_wait(cluster_shape_mn=(cfg.cluster, 1))
         cute.arch.sync_threads()  # all threads: mbarriers are initialised, the policy's rows are written
-        if cutlass.const_expr(self.early):
-            cute.arch.griddepcontrol_wait()  # the quantiser's grid, under whose end all above may have run
 
         if warpgroup == cfg.consumer_warpgroups:
             cute.arch.setmaxregister_decrease(cfg.producer_regs)
