@@ -205,7 +205,9 @@ def time_cell(
             try:
                 if storage not in inputs:
                     inputs[storage] = cases.make_inputs(case, cases.TORCH_DTYPES[storage], device, seed)
-                    references[storage] = cases.sample(*inputs[storage], causal=case.causal)
+                    references[storage] = cases.sample(
+                        *inputs[storage], causal=case.causal, window=case.window, lengths=case.lengths
+                    )
                 prepared = prepare(contender, case, *inputs[storage])
                 rows[contender].update(kernel=prepared.kernel, backend=prepared.backend)
                 result, rows[contender]["peak_bytes"] = _first_calls(prepared, device)
