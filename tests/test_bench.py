@@ -197,7 +197,8 @@ def test_output_error_sees_one_bad_row_and_any_nan() -> None:
 
 def test_interleaved_rotates_and_takes_the_median() -> None:
     calls: list[str] = []
-    durations = {"a": [1.0, 1.0, 9.0, 2.0], "b": [4.0, 4.0, 4.0, 4.0]}  # the first is the estimate
+    # the first is the estimate, the next two of b are before the first round
+    durations = {"a": [1.0, 1.0, 9.0, 2.0], "b": [4.0, 50.0, 40.0, 4.0, 5.0, 4.0]}
     left = {key: iter(values) for key, values in durations.items()}
 
     def time_batch(launch: Any, count: int) -> float:
@@ -208,9 +209,10 @@ def test_interleaved_rotates_and_takes_the_median() -> None:
     found = timing.interleaved(
         {"a": lambda: "a", "b": lambda: "b"}, rounds=3, min_batch_ms=8.0, time_batch=time_batch
     )
-    assert calls == ["a", "b", "a", "b", "b", "a", "a", "b"]
-    assert found["a"] == timing.Timing(2.0, 1.0, 9.0, launches=8, rounds=3)
-    assert found["b"] == timing.Timing(4.0, 4.0, 4.0, launches=2, rounds=3)
+    assert calls == ["a", "b", "b", "b", "a", "b", "b", "a", "a", "b"]
+    assert found["a"] == timing.Timing(2.0, 1.0, 9.0, launches=8, times=(1.0, 9.0, 2.0))
+    assert found["b"] == timing.Timing(4.0, 4.0, 5.0, launches=2, times=(4.0, 5.0, 4.0))
+    assert found["a"].rounds == 3
 
 
 def test_interleaved_goes_on_without_who_fails() -> None:
@@ -264,6 +266,7 @@ def test_time_cell_gives_every_contender_a_row() -> None:
     assert [row["provider"] for row in rows] == names
     by_name = {row["provider"]: row for row in rows}
     assert by_name["right"]["status"] == "ok" and by_name["right"]["ms"] == 2.0
+    assert by_name["right"]["ms_of_rounds"] == "2 2 2"
     assert by_name["right"]["tflops"] == pytest.approx(CASE.flops / 2e9)
     assert by_name["right"]["tbps"] == pytest.approx(0.002)
     assert by_name["right"]["kernel"] == "right 1.0" and by_name["right"]["rel_rmse"] < 1e-6
