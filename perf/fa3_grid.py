@@ -11,9 +11,10 @@ this library does not have: a second query (`qv`), attention in chunks, 512 colu
 queries.
 
 Kernels compile in processes while cells run whose kernels are ready. Every output is compared with float64 on the
-device (a Hopper GPU has the arithmetic for it): its largest error may be twice that of torch's own attention in 16
-bits on the same inputs, scores in memory (for e4m3 operands: with P rounded to e4m3), plus one step of the output's
-dtype; lse to 1e-3; rows without keys are 0 and -inf. What `torch.empty` returns is NaN until a kernel has written it.
+device (a Hopper GPU has the arithmetic for it). Its largest error may be twice that of torch's own attention in 16
+bits on the same inputs, scores in memory, plus one step of the output's dtype; with e4m3 operands three times that of
+attention with P in e4m3. lse is good to 1e-3; rows without keys are 0 and -inf. What `torch.empty` returns is NaN
+until a kernel has written it.
 
 RECORD.json is read first if it is there: cells that this tree of sources has run are not run again, nor one that did
 not end (RECORD.json.running names it).
@@ -65,7 +66,9 @@ HEADS = 6
 HEADS_K = {"mha": 6, "gqa": 2, "mqa": 1}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
 SOFTCAP = 15.0
-LSE_ERROR = {"bf16": 1e-3, "fp16": 1e-3, "e4m3": 0.1}
+# Of torch's error. P in e4m3 by its code is 1.2 times as far off as by conversion, and largest errors scatter.
+ALLOWED = {"bf16": 2.0, "fp16": 2.0, "e4m3": 3.0}
+LSE_ERROR = {"bf16": 1e-3, "fp16": 1e-3, "e4m3": 0.1}  # relative where lse exceeds 1
 SAVE_EVERY = 30.0  # seconds
 
 
@@ -274,7 +277,7 @@ def compare(cell: Cell, x: Inputs, out: Tensor, lse: Tensor) -> Errors:
         if not exact.numel():
             continue
         theirs = (rough.double() - exact).abs().max().item()
-        allowed = 2.0 * theirs + torch.finfo(got.dtype).eps * exact.abs().max().item()
+        allowed = ALLOWED[cell.dtype] * theirs + torch.finfo(got.dtype).eps * exact.abs().max().item()
         difference = (got.double() - exact).abs()
         error = difference.nan_to_num(nan=math.inf).max().item()
         if error > allowed and not found.where:
@@ -294,15 +297,16 @@ def compare(cell: Cell, x: Inputs, out: Tensor, lse: Tensor) -> Errors:
 
 
 def in_e4m3(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attention with P rounded to e4m3 as it is. With an identity for V the definition gives P."""
+    """Attention with P, of which the largest of a row is 1, rounded to e4m3. An identity for V gives P."""
     heads, seqlen_k = v.shape[2], v.shape[1]
     one = (
         torch.eye(seqlen_k, device=v.device).view(1, seqlen_k, 1, seqlen_k).expand(v.shape[0], -1, heads, -1)
     )
     p = reference(q, k, one, dtype=torch.float32, **options)[0]  # (batch, seqlen_q, heads_q, seqlen_k)
-    p = p.to(torch.float8_e4m3fn).float().transpose(1, 2)
+    p = (p / p.amax(dim=3, keepdim=True).clamp(min=1e-30)).transpose(1, 2)
+    total = p.sum(dim=3, keepdim=True).clamp(min=1.0)
     values = v.float().transpose(1, 2).repeat_interleave(q.shape[2] // heads, dim=1)
-    return (p @ values).transpose(1, 2).to(torch.bfloat16)
+    return ((p.to(torch.float8_e4m3fn).float() @ values) / total).transpose(1, 2).to(torch.bfloat16)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -537,7 +541,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--retry", action="store_true", help="also cells that failed or were wrong before")
     parser.add_argument("--list", action="store_true", help="print the number of cells of each kind and end")
     parser.add_argument("--device", default="cuda", help="default: cuda")
-    parser.add_argument("--backend", default="sm90", help="sm90, or reference with --device cpu (16 bits)")
+    parser.add_argument(
+        "--backend", default="sm90", help="sm90; with --device cpu reference (16 bits) or emulator"
+    )
     options = parser.parse_args(argv)
     if options.record is None and not options.list:
         parser.error("RECORD.json or --list is needed")

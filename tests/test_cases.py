@@ -355,8 +355,9 @@ def test_a_window_that_cuts_nothing_in_8_bits(place: str, tokens: int) -> None:
 
 
 def at_the_end(x: Tensor) -> Tensor:
-    """A copy of `x` whose last element is that of its allocation, with NaN before it."""
-    bytes_ = -(-x.numel() * x.element_size() // 2**21) * 2**21
+    """A copy of `x` whose last element is that of its allocation, with NaN before it: of 12 MiB and more, which torch's
+    allocator asks CUDA for by themselves, in steps of 2 MiB."""
+    bytes_ = max(12 * 2**20, -(-x.numel() * x.element_size() // 2**21) * 2**21)
     room = torch.full((bytes_ // x.element_size(),), math.nan, dtype=x.dtype, device=x.device)
     room[-x.numel() :] = x.flatten()
     return room[-x.numel() :].view(x.shape)
