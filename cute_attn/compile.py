@@ -7,8 +7,8 @@ every shape. The result takes torch tensors through TVM-FFI and launches on torc
 disk cache (see `cute_attn.cache`), else the compiler. `inspect` says what the compiler made of a kernel. The
 DSL, half a second of import, is imported only where a kernel is not in memory.
 
-    python -m cute_attn.compile [--arch sm_90a] [--bits 8,16] [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES]
-        [--mask NAMES] [--features NAMES] [--pack-gqa GROUPS] [--jobs N]
+    python -m cute_attn.compile [--arch sm_90a] [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES] [--mask NAMES]
+        [--features NAMES] [--pack-gqa GROUPS] [--jobs N]
 
 fills the disk cache ahead of use, also on a machine without a GPU, for example while an image is built.
 """
@@ -326,6 +326,7 @@ def _chosen(
     return list(configs)
 
 
+EXACT = "bf16"  # stands among the recipes for the 16-bit kernels, in the dtypes asked for
 MASKS = ("full", "causal", "window")
 FEATURES = ("softcap", "alibi", "sinks")
 
@@ -405,19 +406,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises SystemExit(2) for a bad command line.
     """
-    names, dtypes = list(PRESETS), list(plan.DTYPE_NAMES.values())
+    names, dtypes = [EXACT, *PRESETS], list(plan.DTYPE_NAMES.values())
     parser = argparse.ArgumentParser(
         prog="python -m cute_attn.compile", description="Compile kernels into the disk cache. Needs no GPU."
     )
     parser.add_argument("--arch", choices=(ARCH,), default=ARCH, help="target (default: %(default)s)")
     parser.add_argument(
-        "--bits", type=_several((8, 16)), default=[8], help="8, 16 or both: of the operands (default: 8)"
-    )
-    parser.add_argument(
         "--recipe",
         type=_several(names),
         default=["default"],
-        help=f"of 8 bits: {', '.join(names)} (default: default)",
+        help=f"of {', '.join(names)}; {EXACT} stands for the 16-bit kernels (default: default)",
     )
     tuned = plan.TUNED_HEAD_DIMS
     parser.add_argument(
@@ -456,13 +454,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder is None:
         print("the disk cache is off, there is nothing to fill", file=sys.stderr)
         return 1
-    odd = [dims for dims in args.head_dim if 8 in args.bits and not set(dims) <= set(HEAD_DIMS)]
+    recipes = [name for name in args.recipe if name != EXACT]
+    odd = [dims for dims in args.head_dim if recipes and not set(dims) <= set(HEAD_DIMS)]
     if odd:
-        parser.error(f"argument --head-dim: 8 bits take multiples of 16, got {odd[0][0]}:{odd[0][1]}")
-    configs = []
-    if 8 in args.bits:
-        configs += _chosen(args.recipe, args.head_dim, args.dtype, args.pack_gqa)
-    if 16 in args.bits:
+        parser.error(
+            f"argument --head-dim: recipes of 8 bits take multiples of 16, got {odd[0][0]}:{odd[0][1]}"
+        )
+    configs = _chosen(recipes, args.head_dim, args.dtype, args.pack_gqa) if recipes else []
+    if EXACT in args.recipe:
         configs += _chosen16(args.head_dim, args.dtype, args.mask, args.features, args.pack_gqa)
     start, failed = time.perf_counter(), 0
     context = multiprocessing.get_context("spawn")  # the DSL aborts where two threads compile at once

@@ -114,6 +114,7 @@ def flash_attn_explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
@@ -128,7 +129,10 @@ def flash_attn_explain(
     is compiled for: operands, head_dim, mask, features, tile, options of the main loop. Nothing is compiled or
     launched, and no data is read.
 
-    Args: as those of `flash_attn_func`, with the same shapes.
+    Args: as those of `flash_attn_func`, with the same shapes; all but q, k and v by name.
+
+    Returns:
+        The plan.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
@@ -183,7 +187,15 @@ def flash_attn_kernel(
         options = (0.0, None, causal, softcap, False, False, window_size)
         return kernel_used(q, k, v, seqused_k, side, options, backend)
     return flash_attn_explain(
-        q, k, v, None, causal, window_size, softcap, alibi_slopes, sinks, backend
+        q,
+        k,
+        v,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        backend=backend,
     ).kernel
 
 

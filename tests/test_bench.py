@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import reference
+from cute_attn import flash, reference
 from cute_attn.bench import __main__ as cli
 from cute_attn.bench import cases, figures, lengths, overhead, peers, record, report, timing
 from cute_attn.kernels.config import FwdConfig, QuantizeConfig
@@ -118,6 +118,8 @@ def test_any_head_dim_fills_the_hidden_size() -> None:
         ("--providers fa3,nobody", "unknown 'nobody'; choose from"),
         ("--providers fa3,fa3", "names something twice"),
         ("--phase backward", "unknown 'backward'"),
+        ("--phase prefill", "phase prefill times 16-bit kernels, not dtype fp8"),
+        ("--dtype bf16 --phase prefill --providers sdpa_math", "nothing to time for sdpa_math"),
         ("--report everything", "--report"),
         ("--json /no/such/folder/x.json", "cannot write"),
         ("--recipe magic", "magic"),
@@ -195,7 +197,8 @@ def test_output_error_sees_one_bad_row_and_any_nan() -> None:
 
 def test_interleaved_rotates_and_takes_the_median() -> None:
     calls: list[str] = []
-    durations = {"a": [1.0, 1.0, 9.0, 2.0], "b": [4.0, 4.0, 4.0, 4.0]}  # the first is the estimate
+    # the first is the estimate, the next two of b are before the first round
+    durations = {"a": [1.0, 1.0, 9.0, 2.0], "b": [4.0, 50.0, 40.0, 4.0, 5.0, 4.0]}
     left = {key: iter(values) for key, values in durations.items()}
 
     def time_batch(launch: Any, count: int) -> float:
@@ -206,9 +209,10 @@ def test_interleaved_rotates_and_takes_the_median() -> None:
     found = timing.interleaved(
         {"a": lambda: "a", "b": lambda: "b"}, rounds=3, min_batch_ms=8.0, time_batch=time_batch
     )
-    assert calls == ["a", "b", "a", "b", "b", "a", "a", "b"]
-    assert found["a"] == timing.Timing(2.0, 1.0, 9.0, launches=8, rounds=3)
-    assert found["b"] == timing.Timing(4.0, 4.0, 4.0, launches=2, rounds=3)
+    assert calls == ["a", "b", "b", "b", "a", "b", "b", "a", "a", "b"]
+    assert found["a"] == timing.Timing(2.0, 1.0, 9.0, launches=8, times=(1.0, 9.0, 2.0))
+    assert found["b"] == timing.Timing(4.0, 4.0, 5.0, launches=2, times=(4.0, 5.0, 4.0))
+    assert found["a"].rounds == 3
 
 
 def test_interleaved_goes_on_without_who_fails() -> None:
@@ -262,6 +266,7 @@ def test_time_cell_gives_every_contender_a_row() -> None:
     assert [row["provider"] for row in rows] == names
     by_name = {row["provider"]: row for row in rows}
     assert by_name["right"]["status"] == "ok" and by_name["right"]["ms"] == 2.0
+    assert by_name["right"]["ms_of_rounds"] == "2 2 2"
     assert by_name["right"]["tflops"] == pytest.approx(CASE.flops / 2e9)
     assert by_name["right"]["tbps"] == pytest.approx(0.002)
     assert by_name["right"]["kernel"] == "right 1.0" and by_name["right"]["rel_rmse"] < 1e-6
@@ -357,7 +362,7 @@ def test_sdpa_math_runs_and_is_right() -> None:
     assert torch.__version__ in rows[0]["kernel"]
 
 
-@pytest.mark.parametrize("phase", peers.PHASES)
+@pytest.mark.parametrize("phase", ["forward", "quantize", "whole_call"])
 def test_our_contender_runs_what_the_plan_says(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "BACKEND", "emulator")  # the same calls as on the GPU, but for this
     contender = peers.Contender(peers.OURS, "fp8", phase, "accurate")
@@ -379,6 +384,164 @@ def test_our_contender_runs_what_the_plan_says(phase: str, monkeypatch: pytest.M
         assert row["tflops"] is None
     else:
         assert row["tflops"] == pytest.approx(CASE.flops / 1e9)
+
+
+# --- sequences of unlike length, sliding windows
+
+
+def test_the_mix_of_lengths() -> None:
+    found = cases.mixed_lengths()
+    assert found == cases.mixed_lengths() != cases.mixed_lengths(seed=1)
+    assert sum(found) == 65536 and found[:3] == (5573, 3060, 295)  # the same on every machine
+    assert max(found) <= 16384 and all(length >= 16 for length in found[:-1])
+    many = cases.mixed_lengths(tokens=10_000_000)
+    halves = sum(length < 512 for length in many) / len(many)  # 512 is the middle of the logarithms
+    assert 0.46 < halves < 0.54
+
+
+def test_prefill_cells() -> None:
+    found = cases.prefill(head_dims=[64, 128])
+    kinds = [(case.head_dim, case.causal, case.window, len(case.lengths) > 0) for case in found]
+    assert kinds == [
+        (d, causal, window, mixed)
+        for d in (64, 128)
+        for causal, window, mixed in (
+            (False, (-1, -1), True),
+            (True, (-1, -1), True),
+            (True, (1024, 0), False),
+        )
+    ]
+    mix, window = found[0], found[2]
+    assert mix.fields["tokens"] == 65536 and mix.seqlen_q == mix.seqlen_k == max(mix.lengths)
+    assert mix.batch == len(mix.lengths) and mix.heads_q * mix.head_dim == 2048
+    assert mix.flops == 4 * 2048 * sum(n * n for n in mix.lengths) == 2 * found[1].flops
+    assert (window.seqlen_q, window.batch) == (16384, 1)
+    assert window.flops == 4 * 2048 * sum(min(i + 1, 1025) for i in range(16384))
+    assert window.fields["window_left"] == 1024 and "window_left" not in mix.fields
+    assert len({str(case) for case in found}) == len(found)
+
+
+MIX = cases.Case(3, 200, 200, 4, 2, 64, True, lengths=(130, 1, 200))
+WINDOWED = dataclasses.replace(CASE, window=(50, 0))
+
+
+@pytest.mark.parametrize("case", [MIX, dataclasses.replace(MIX, causal=False), WINDOWED], ids=str)
+def test_sampled_rows_of_prefill_equal_the_reference(case: cases.Case) -> None:
+    q, k, v = cases.make_inputs(case, torch.bfloat16, "cpu")
+    found = cases.sample(q, k, v, causal=case.causal, window=case.window, lengths=case.lengths)
+    out = exact_prefill(case, q, k, v)
+    error = cases.output_error(out.float(), found)
+    assert error.finite and error.worst_row < 1e-6
+    if case.lengths:
+        assert {0, 129, 130, 131, 330} <= set(found.rows.tolist()) and out.shape == (331, 4, 64)
+    wrong = exact_prefill(dataclasses.replace(case, causal=not case.causal, window=(-1, -1)), q, k, v)
+    assert cases.output_error(wrong.float(), found).worst_row > 0.5
+
+
+def exact_prefill(case: cases.Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention in float64, each sequence by itself."""
+    options = {"softmax_scale": 1 / math.sqrt(case.head_dim), "dtype": torch.float64}
+    window = (case.window[0], 0 if case.causal else case.window[1])
+    if not case.lengths:
+        return flash.reference(q, k, v, window=window, **options)[0]
+    parts = zip(*(x.split(case.lengths) for x in (q, k, v)), strict=True)
+    outs = [flash.reference(*(x[None] for x in part), window=window, **options)[0][0] for part in parts]
+    return torch.cat(outs)
+
+
+class FakeLibrary:
+    """A module with the functions of FA3 or FA4 that notes how it was called."""
+
+    def __init__(self, case: cases.Case):
+        self.case = case
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def flash_attn_func(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        self.calls.append(("flash_attn_func", options))
+        return exact_prefill(self.case, q, k, v).to(q.dtype), None
+
+    def flash_attn_varlen_func(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> Any:
+        self.calls.append(("flash_attn_varlen_func", options))
+        return exact_prefill(self.case, q, k, v).to(q.dtype)
+
+    def flash_attn_varlen_kernel(self, *args: Any, **options: Any) -> str:
+        return "kernel"
+
+
+@pytest.mark.parametrize("case", [MIX, WINDOWED], ids=str)
+@pytest.mark.parametrize("provider", ["cute_attn", "fa3", "fa4"])
+def test_prefill_calls(provider: str, case: cases.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = FakeLibrary(case)
+    monkeypatch.setattr(peers, "need", lambda module: library)
+    for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_varlen_kernel"):
+        monkeypatch.setattr(f"cute_attn.{name}", getattr(library, name), raising=False)
+    monkeypatch.setattr(
+        flash, "flash_attn_func", lambda *qkv, **more: library.flash_attn_func(*qkv, **more)[0]
+    )
+    monkeypatch.setattr(flash, "flash_attn_kernel", library.flash_attn_varlen_kernel)
+    rows = timing.time_cell(
+        case,
+        [peers.Contender(provider, "bf16", "prefill")],
+        rounds=1,
+        device="cpu",
+        time_batch=lambda launch, count: 1.0 * count,
+    )
+    record.validate(meta(), rows)
+    assert rows[0]["status"] == "ok", rows[0]["reason"]
+    assert rows[0]["rel_rmse"] < 0.01 and rows[0]["tflops"] == pytest.approx(case.flops / 1e9)
+    name, options = library.calls[-1]
+    assert options["causal"] is True
+    if case.lengths:
+        assert name == "flash_attn_varlen_func" and rows[0]["tokens"] == 331
+        assert options["cu_seqlens_q"].tolist() == options["cu_seqlens_k"].tolist() == [0, 130, 131, 331]
+        assert options["cu_seqlens_q"].dtype == torch.int32
+        assert options["max_seqlen_q"] == options["max_seqlen_k"] == 200
+    else:
+        assert name == "flash_attn_func" and options["window_size"] == (50, 0)
+        assert rows[0]["window_left"] == 50
+
+
+def test_a_missing_function_of_ours_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("cute_attn.flash_attn_varlen_func", raising=False)
+    monkeypatch.setattr("cute_attn._HOME", {})
+    rows = timing.time_cell(MIX, [peers.Contender("cute_attn", "bf16", "prefill")], rounds=1, device="cpu")
+    assert rows[0]["status"] == "unavailable" and "unlike length" in rows[0]["reason"]
+
+
+def test_prefill_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "hopper_device", lambda: (True, "a GPU of this test"))
+    seen: list[tuple[str, str]] = []
+
+    def time_cell(case: cases.Case, group: list[peers.Contender], **_: Any) -> list[dict[str, Any]]:
+        seen.append((group[0].phase, str(case)))
+        return [
+            timed_row(c.provider, 600.0, dtype=c.dtype, phase=c.phase, recipe=None, **case.fields)
+            for c in group
+        ]
+
+    monkeypatch.setattr(timing, "time_cell", time_cell)
+    path = tmp_path / "x.json"
+    words = "--report speed --dtype bf16 --phase forward,prefill --seqlen 512 --causal 1 --head-dim 128"
+    assert cli.main([*words.split(), "--json", str(path)]) == 0
+    assert [phase for phase, _ in seen] == ["forward", "prefill", "prefill"]
+    assert {row["provider"] for row in record.read(path).rows if row["phase"] == "prefill"} == {
+        "cute_attn",
+        "fa3",
+        "fa4",
+    }
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Forward over sequences of unlike length" in text and "600" in text
+    speed = report.speed_grids(record.read(path).rows)[3]
+    assert [line[1:4] for line in speed.lines] == [
+        ["causal", "<= 14541, 65536 in all", "22 x 16"],
+        ["causal, window 1024,0", "16384", "1 x 16"],
+    ]
+    with pytest.raises(SystemExit):
+        cli.main(["--report", "speed", "--dtype", "bf16", "--phase", "prefill", "--plot", "x.png"])
 
 
 # --- records

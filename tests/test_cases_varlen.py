@@ -18,9 +18,6 @@ from torch import Tensor
 import cute_attn
 from cute_attn import launch
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(cute_attn, "flash_attn_varlen_func"), reason="cute_attn has no flash_attn_varlen_func"
-)
 BF16, FP16 = torch.bfloat16, torch.float16
 PLACES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="kernel", marks=pytest.mark.gpu)]
 gpu = pytest.mark.gpu

@@ -304,7 +304,7 @@ def test_command_takes_both_precisions(cache_folder: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(compiler, "_chosen", chosen)
     monkeypatch.setattr(compiler, "_chosen16", chosen)
-    words = "--bits 8,16 --head-dim 64 --dtype bf16 --mask window --features none,softcap+sinks --jobs 1"
+    words = "--recipe bf16,default --head-dim 64 --dtype bf16 --mask window --features none,softcap+sinks --jobs 1"
     assert compiler.main(words.split()) == 0
     sets = [frozenset(), frozenset({"softcap", "sinks"})]
     assert seen == [
@@ -312,7 +312,7 @@ def test_command_takes_both_precisions(cache_folder: Path, monkeypatch: pytest.M
         ([(64, 64)], ["bf16"], ["window"], sets, [1]),
     ]
     seen.clear()
-    assert compiler.main(["--bits", "16", "--head-dim", "72:40", "--jobs", "1"]) == 0
+    assert compiler.main(["--recipe", "bf16", "--head-dim", "72:40", "--jobs", "1"]) == 0
     assert seen == [([(72, 40)], ["bf16", "fp16"], ["full", "causal"], [frozenset()], [1])]
 
 
@@ -364,7 +364,7 @@ def test_command_without_a_cache_is_an_error(
     ("argument", "message"),
     [
         (["--arch", "sm_80"], "sm_80"),
-        (["--recipe", "fast"], "'fast' is not among naive, paper, fp8, accurate, default"),
+        (["--recipe", "fast"], "'fast' is not among bf16, naive, paper, fp8, accurate, default"),
         (
             ["--head-dim", "64,100"],
             "'100' is no multiple of 8 from 32 to 256, nor two of them as HEAD_DIM:HEAD",
@@ -372,8 +372,7 @@ def test_command_without_a_cache_is_an_error(
         (["--head-dim", "192:100"], "'192:100' is no multiple of 8 from 32 to 256"),
         (["--head-dim", "192:128:64"], "'192:128:64' is no multiple of 8"),
         (["--head-dim", "64,"], "'' is no multiple of 8"),
-        (["--head-dim", "64,128:72"], "8 bits take multiples of 16, got 128:72"),
-        (["--bits", "4"], "4 is not among 8, 16"),
+        (["--head-dim", "64,128:72"], "recipes of 8 bits take multiples of 16, got 128:72"),
         (["--mask", "full,block"], "'block' is not among full, causal, window"),
         (["--features", "softcap+bias"], "'softcap+bias' is neither none nor some of softcap, alibi, sinks"),
         (["--pack-gqa", "3"], "3 is not among 1, 2, 4, 8, 16, 32, 64"),

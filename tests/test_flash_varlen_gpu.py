@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
-import os
 import random
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +23,6 @@ from cute_attn import (
     flash_attn_varlen_qkvpacked_func,
     launch,
 )
-from cute_attn.compile import compile_kernel
 from cute_attn.flash_varlen import reference_varlen
 from cute_attn.kernels.config import Fwd16Config
 from cute_attn.plan import forward16_config
@@ -132,27 +128,6 @@ OTHERS = [
     replace(forward16_config(d, d, "bf16", causal=True, varlen=True), overlap=overlap, pingpong=pingpong)
     for d, overlap, pingpong in ((64, False, True), (128, True, True), (256, False, False))
 ]
-
-
-def compile_one(config: Fwd16Config) -> None:
-    """Compile into the disk cache. A kernel itself does not travel between processes."""
-    compile_kernel(config)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled(request: pytest.FixtureRequest) -> None:
-    """Kernels of the chosen tests compiled side by side; a failure is left to the test, which compiles it again."""
-    configs: dict[Fwd16Config, None] = {}
-    for item in request.session.items:
-        for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
-            if isinstance(value, (Case, Fwd16Config)):
-                configs[value.config if isinstance(value, Case) else value] = None
-    if len(configs) < 2:
-        return
-    workers = min(14, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(compile_one, config) for config in configs]:
-            future.exception()
 
 
 # --- tools

@@ -24,6 +24,7 @@ EPILOG = """examples:
   python -m cute_attn.bench --phase forward,quantize,whole_call --json speed.json --markdown speed.md
   python -m cute_attn.bench --report accuracy --tensors my_layers.safetensors
   python -m cute_attn.bench --report overhead --json overhead.json
+  python -m cute_attn.bench --report speed --dtype bf16 --phase prefill --json prefill.json
 """
 REPORTS = ("accuracy", "speed", "figures", "overhead", "all")
 QUICK_SEQLENS = (1024, 16384)
@@ -248,6 +249,19 @@ class Run:
             heads_k=options.heads_k,
         )
 
+    def prefill_cells(self) -> list[Any]:
+        """The cases of phase prefill; lengths and batches are its own."""
+        from cute_attn.bench import cases
+
+        options = self.options
+        return cases.prefill(
+            head_dims=options.head_dim,
+            causal={"0": (False,), "1": (True,), "both": (False, True)}[options.causal],
+            hidden=options.hidden,
+            heads=options.heads,
+            heads_k=options.heads_k,
+        )
+
     def contenders(self) -> list[Any]:
         """Who is timed."""
         from cute_attn.bench import peers
@@ -264,18 +278,19 @@ class Run:
         options, found = self.options, self.contenders()
         rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
         start = len(self.rows)
-        cells = self.cells()
+        todo = [(case, phase) for case in self.cells() for phase in options.phase if phase != "prefill"]
+        if "prefill" in options.phase:
+            todo += [(case, "prefill") for case in self.prefill_cells()]
         try:
             with self.progress() as progress:
-                task = progress.add_task("timing", total=len(cells) * len(options.phase))
-                for case in cells:
-                    for phase in options.phase:
-                        progress.update(task, description=f"{phase} {case}")
-                        group = [contender for contender in found if contender.phase == phase]
-                        self.rows += timing.time_cell(
-                            case, group, rounds=rounds, min_batch_ms=options.min_batch_ms
-                        )
-                        progress.advance(task)
+                task = progress.add_task("timing", total=len(todo))
+                for case, phase in todo:
+                    progress.update(task, description=f"{phase} {case}")
+                    group = [contender for contender in found if contender.phase == phase]
+                    self.rows += timing.time_cell(
+                        case, group, rounds=rounds, min_batch_ms=options.min_batch_ms
+                    )
+                    progress.advance(task)
         except timing.DeviceLost as lost:
             self.rows += lost.rows
             self.incomplete = True
@@ -455,6 +470,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.contenders()
         if options.plot:
             report.need_matplotlib()
+            if options.report == "speed" and set(options.phase) == {"prefill"}:
+                raise ValueError("--plot draws speed by length, of which phase prefill has one alone")
         if options.tensors is not None:
             data.load_user_tensors(options.tensors)  # refused now and not after the timing
         if options.report in ("speed", "overhead") and not hopper:

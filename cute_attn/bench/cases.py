@@ -6,9 +6,11 @@ FlashAttention-3, arXiv 2407.08608, section 4.1): 16384 tokens in all, heads tim
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +22,9 @@ HIDDEN = 2048
 
 NO_WINDOW = (-1, -1)
 WINDOW = (1024, 0)  # a causal sliding window
+WINDOW_SEQLEN = 16384
+MIX_TOKENS = 65536
+MIX_LENGTHS = (16, 16384)  # shortest and longest sequence of the mix
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -154,14 +159,52 @@ def grid(
     return cases
 
 
+def mixed_lengths(
+    tokens: int = MIX_TOKENS, lengths: tuple[int, int] = MIX_LENGTHS, seed: int = 0
+) -> tuple[int, ...]:
+    """Lengths of sequences of `tokens` in all: their logarithms are uniform from that of the shortest to that of the
+    longest, the last one is what is left. A seed gives the same lengths on every machine."""
+    generator = random.Random(seed)
+    low, high = map(math.log, lengths)
+    found: list[int] = []
+    while (left := tokens - sum(found)) > 0:
+        found.append(min(left, round(math.exp(generator.uniform(low, high)))))
+    return tuple(found)
+
+
+def prefill(
+    *,
+    head_dims: Iterable[int] = HEAD_DIMS,
+    causal: Iterable[bool] = (False, True),
+    hidden: int = HIDDEN,
+    heads: int | None = None,
+    heads_k: int | None = None,
+) -> list[Case]:
+    """Cells beyond the papers' grid: a mix of lengths, and a sliding window over a long sequence, which is causal.
+
+    Args, Raises: as `grid`.
+    """
+    sizes = {"hidden": hidden, "heads": heads, "heads_k": heads_k}
+    masks, lengths = list(causal), mixed_lengths()
+    cases = []
+    for case in grid(seqlens=[WINDOW_SEQLEN], head_dims=head_dims, causal=masks, **sizes):  # type: ignore[arg-type]
+        longest = max(lengths)
+        cases.append(replace(case, batch=len(lengths), seqlen_q=longest, seqlen_k=longest, lengths=lengths))
+        if case.causal:
+            cases.append(replace(case, window=WINDOW))
+    return cases
+
+
 def make_inputs(
     case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """N(0, 1) Q (batch, seqlen_q, heads_q, head_dim), K and V (batch, seqlen_k, heads_k, head_dim)."""
+    """N(0, 1) Q (batch, seqlen_q, heads_q, head_dim), K and V (batch, seqlen_k, heads_k, head_dim); with lengths
+    (tokens, heads, head_dim)."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(seqlen: int, heads: int) -> Tensor:
-        shape = (case.batch, seqlen, heads, case.head_dim)
+        rows = (sum(case.lengths),) if case.lengths else (case.batch, seqlen)
+        shape = (*rows, heads, case.head_dim)
         return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
     return (
@@ -191,37 +234,80 @@ class OutputError:
     finite: bool  # of the whole output, not of the sample alone
 
 
-def sample(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> SampledRows:
+def sample(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: tuple[int, int] = NO_WINDOW,
+    lengths: Sequence[int] = (),
+) -> SampledRows:
     """Exact attention in float64 for up to 6 heads and about 48 rows: tile edges, both ends, an even spread.
 
     q is (batch, seqlen_q, heads_q, head_dim); k and v are (batch, seqlen_k, heads_k, head_dim). The mask is
     aligned to the bottom right and the scale is 1/sqrt(head_dim). The cost is that of about 300 rows, small
-    beside the attention itself.
+    beside the attention itself. With `lengths` tensors are (tokens, heads, head_dim): the rows are those of the first,
+    the last, the shortest, the longest and the middle sequence, in a batch of one.
     """
+    if lengths:
+        return _sample_mix(q, k, v, lengths, causal=causal, window=window)
     batch, seqlen_q, heads_q, _ = q.shape
     pairs = batch * heads_q
     heads = tuple(divmod(pair, heads_q) for pair in sorted({round(i * (pairs - 1) / 5) for i in range(6)}))
+    rows = _positions(seqlen_q, q.device)
+    return SampledRows(heads, rows, exact_rows(q, k, v, heads, rows, causal=causal, window=window), causal)
+
+
+def _positions(seqlen_q: int, device: torch.device) -> Tensor:
+    """Tile edges, both ends, an even spread."""
     positions = {0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 255, 256}
     positions |= {seqlen_q - 1 - position for position in positions}
     positions |= {round(i * (seqlen_q - 1) / 23) for i in range(24)}
-    rows = torch.tensor(sorted(row for row in positions if 0 <= row < seqlen_q), device=q.device)
-    return SampledRows(heads, rows, exact_rows(q, k, v, heads, rows, causal=causal), causal)
+    return torch.tensor(sorted(row for row in positions if 0 <= row < seqlen_q), device=device)
+
+
+def _sample_mix(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, causal: bool, window: tuple[int, int]
+) -> SampledRows:
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    chosen = sorted({0, len(lengths) - 1, order[0], order[-1], order[len(order) // 2]})
+    starts = [0, *itertools.accumulate(lengths)]
+    heads = tuple((0, head) for head in sorted({0, q.shape[1] // 2, q.shape[1] - 1}))
+    rows, values = [], []
+    for i in chosen:
+        of_q, of_k, of_v = (x[starts[i] : starts[i + 1]].unsqueeze(0) for x in (q, k, v))
+        found = _positions(lengths[i], q.device)
+        rows.append(found + starts[i])
+        values.append(exact_rows(of_q, of_k, of_v, heads, found, causal=causal, window=window))
+    return SampledRows(heads, torch.cat(rows), torch.cat(values, dim=1), causal)
 
 
 def exact_rows(
-    q: Tensor, k: Tensor, v: Tensor, heads: Iterable[tuple[int, int]], rows: Tensor, *, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: Iterable[tuple[int, int]],
+    rows: Tensor,
+    *,
+    causal: bool,
+    window: tuple[int, int] = NO_WINDOW,
 ) -> Tensor:
     """Attention in float64 of the given (batch, query head) pairs and query rows: (heads, rows, head_dim)."""
     seqlen_q, heads_q, head_dim = q.shape[1:]
     seqlen_k, heads_k = k.shape[1], k.shape[2]
-    keys = torch.arange(seqlen_k, device=q.device)
-    hidden = keys[None, :] > rows[:, None] + (seqlen_k - seqlen_q) if causal else None
+    left, right = window[0], 0 if causal else window[1]
+    behind = torch.arange(seqlen_k, device=q.device)[None, :] - (rows[:, None] + (seqlen_k - seqlen_q))
+    hidden = torch.zeros_like(behind, dtype=torch.bool)
+    if left >= 0:
+        hidden |= behind < -left
+    if right >= 0:
+        hidden |= behind > right
     values = []
     for b, h in heads:
         kv = h // (heads_q // heads_k)
         score = (q[b, rows, h].double() @ k[b, :, kv].double().T) / math.sqrt(head_dim)
-        if hidden is not None:
-            score = score.masked_fill(hidden, -math.inf)
+        score = score.masked_fill(hidden, -math.inf)
         top = score.amax(dim=1, keepdim=True)
         weight = torch.exp(score - torch.where(top.isinf(), 0.0, top))  # a row without keys: all weights 0
         total = weight.sum(dim=1, keepdim=True)
@@ -248,7 +334,9 @@ def compare(got: Tensor, exact: Tensor, *, finite: bool = True) -> OutputError:
 
 
 def output_error(out: Tensor, reference: SampledRows) -> OutputError:
-    """Error on the sampled rows of an output (batch, seqlen_q, heads_q, head_dim) of any float dtype."""
+    """Error on the sampled rows of an output of any float dtype: (batch, seqlen_q, heads_q, head_dim), or (tokens,
+    heads_q, head_dim)."""
+    out = out if out.dim() == 4 else out.unsqueeze(0)
     picked = torch.stack([out[b, :, h].float()[reference.rows] for b, h in reference.heads])
     # 8-bit floats have no isfinite of their own.
     finite = all(bool((part.float() if part.itemsize == 1 else part).isfinite().all()) for part in out)

@@ -8,6 +8,8 @@ quantize
     16-bit Q, K, V to prepared 8-bit tensors.
 whole_call
     16-bit Q, K, V to a 16-bit output, quantising included. For a 16-bit contender this is its forward.
+prefill
+    the forward of 16 bits beyond the papers' grid: sequences of unlike length, and a sliding window.
 
 The 8-bit peers get N(0, 1) tensors cast to e4m3 with all scales 1, which is the cheapest that they can be
 asked for.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     from cute_attn.plan import Plan
 
 OURS = "cute_attn"
-PHASES = ("forward", "quantize", "whole_call")
+PHASES = ("forward", "quantize", "whole_call", "prefill")
 SIXTEEN_BIT = ("bf16", "fp16")
 BACKEND = "sm90"  # of ours; not "auto", which would time the emulator as if it were the kernel
 
@@ -83,8 +86,8 @@ class Prepared:
 _SIXTEEN = (SIXTEEN_BIT, ("forward", "whole_call"))
 PROVIDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     OURS: (("fp8", *SIXTEEN_BIT), PHASES),
-    "fa3": (("fp8", *SIXTEEN_BIT), ("forward", "whole_call")),
-    "fa4": _SIXTEEN,
+    "fa3": (("fp8", *SIXTEEN_BIT), ("forward", "whole_call", "prefill")),
+    "fa4": (SIXTEEN_BIT, ("forward", "whole_call", "prefill")),
     "cudnn": (("fp8",), ("forward",)),
     "sdpa_flash": _SIXTEEN,
     "sdpa_cudnn": _SIXTEEN,
@@ -118,6 +121,8 @@ def contenders(
         raise ValueError(f"unknown provider {', '.join(unknown)}; known are {', '.join(PROVIDERS)}")
     found: list[Contender] = []
     for phase in phases:
+        if phase == "prefill" and dtype == "fp8":
+            raise ValueError("phase prefill times 16-bit kernels, not dtype fp8; allowed: bf16, fp16")
         if dtype == "fp8":
             chosen = _DEFAULT_FP8[phase] if providers is None else providers
             wanted: tuple[str, ...] = ("fp8", "bf16")
@@ -176,7 +181,9 @@ def _prepare_ours(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, 
 
     options: dict[str, Any]
     if contender.dtype != "fp8":
-        options = {"causal": case.causal, "backend": BACKEND}
+        options = {"causal": case.causal, "window_size": case.window, "backend": BACKEND}
+        if case.lengths:
+            return _prepare_our_mix(case, q, k, v, options)
         kernel = flash.flash_attn_kernel(q, k, v, **options)
         return Prepared(
             lambda: flash.flash_attn_func(q, k, v, **options),
@@ -212,6 +219,34 @@ def _prepare_ours(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, 
             return api.fp8_attention(q, k, v, recipe=recipe, causal=case.causal, **options)
 
     return Prepared(launch, kernel, plan.backend, cases.output_error)
+
+
+def _prepare_our_mix(case: cases.Case, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Prepared:
+    import cute_attn
+
+    if not hasattr(cute_attn, "flash_attn_varlen_func"):
+        raise NotRun("unavailable", "cute_attn has no function for sequences of unlike length")
+    mix = _mix(case, q)
+    starts = (mix["cu_seqlens_q"], mix["cu_seqlens_k"])
+    kernel = cute_attn.flash_attn_varlen_kernel(q, k, v, *starts, **options)
+    return Prepared(
+        lambda: cute_attn.flash_attn_varlen_func(q, k, v, **mix, **options),
+        kernel,
+        BACKEND,
+        cases.output_error,
+    )
+
+
+def _mix(case: cases.Case, q: Tensor) -> dict[str, Any]:
+    """The arguments that say where sequences begin, by the names that all libraries give them."""
+    starts = torch.tensor([0, *itertools.accumulate(case.lengths)], dtype=torch.int32).to(q.device)
+    longest = max(case.lengths)
+    return {
+        "cu_seqlens_q": starts,
+        "cu_seqlens_k": starts,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
 
 
 def _quantiser_name(plan: Plan) -> str:
@@ -302,17 +337,28 @@ def _prepare_fa3(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v
             "sm90",
             cases.output_error,
         )
-    return Prepared(
-        lambda: _first(fa3.flash_attn_func(q, k, v, causal=case.causal)), name, "sm90", cases.output_error
-    )
+    options: dict[str, Any] = {"causal": case.causal}
+    if case.window != cases.NO_WINDOW:
+        options["window_size"] = case.window
+    function = fa3.flash_attn_func
+    if case.lengths:
+        function = fa3.flash_attn_varlen_func
+        options |= _mix(case, q)
+    return Prepared(lambda: _first(function(q, k, v, **options)), name, "sm90", cases.output_error)
 
 
 def _prepare_fa4(case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
     fa4 = need("flash_attn.cute")
     name = f"FlashAttention-4 CuTe {_version('flash-attn-4')}"
-    return Prepared(
-        lambda: _first(fa4.flash_attn_func(q, k, v, causal=case.causal)), name, "sm90", cases.output_error
-    )
+    options: dict[str, Any] = {"causal": case.causal}
+    if case.window != cases.NO_WINDOW:
+        left, right = (None if end < 0 else end for end in case.window)
+        options["window_size"] = (left, right)
+    function = fa4.flash_attn_func
+    if case.lengths:
+        function = fa4.flash_attn_varlen_func
+        options |= _mix(case, q)
+    return Prepared(lambda: _first(function(q, k, v, **options)), name, "sm90", cases.output_error)
 
 
 # provider -> (torch's name, what it is, backend)

@@ -17,15 +17,19 @@ from cute_attn.bench.peers import OURS
 from cute_attn.bench.record import ROW_FIELDS
 
 Row = Mapping[str, Any]
-CaseKey = tuple[
-    int, bool, int, int, int, int, int
-]  # head_dim, causal, seqlen_k, seqlen_q, batch, heads_q, heads_k
+# head_dim, causal, seqlen_k, seqlen_q, batch, heads_q, heads_k, window_left, window_right, tokens; a window's end is -1
+# where there is none, tokens are 0 but for sequences of unlike length
+CaseKey = tuple[int, bool, int, int, int, int, int, int, int, int]
 
 TITLES = {
     "forward": "Forward, prepared operands to output",
     "quantize": "Quantiser, 16-bit Q, K, V to 8-bit operands",
     "whole_call": "Whole call, 16-bit Q, K, V to output",
+    "prefill": "Forward over sequences of unlike length, and with a sliding window",
 }
+
+
+PLOTTED = ("forward", "quantize", "whole_call")  # by length; prefill has none
 
 
 def label(row: Row) -> str:
@@ -43,6 +47,9 @@ def case_key(row: Row) -> CaseKey:
         row["batch"],
         row["heads_q"],
         row["heads_k"],
+        row.get("window_left", -1),
+        row.get("window_right", -1),
+        row.get("tokens", 0),
     )
 
 
@@ -201,10 +208,13 @@ def _speed_grid(result: Pivot) -> Grid:
     if result.ours:
         grid.headers += [f"{name} rel RMSE" if len(result.ours) > 1 else "rel RMSE" for name in result.ours]
     for number, line in enumerate(result.lines):
-        head_dim, causal, seqlen_k, seqlen_q, batch, heads_q, heads_k = line
+        head_dim, causal, seqlen_k, seqlen_q, batch, heads_q, heads_k, left, right, tokens = line
         length = str(seqlen_k) if seqlen_q == seqlen_k else f"{seqlen_q}x{seqlen_k}"
+        length = f"<= {seqlen_k}, {tokens} in all" if tokens else length
         heads = str(heads_q) if heads_q == heads_k else f"{heads_q}/{heads_k}"
-        cells = [str(head_dim), "causal" if causal else "full", length, f"{batch} x {heads}"]
+        mask = "causal" if causal else "full"
+        mask += f", window {left},{right}" if (left, right) != (-1, -1) else ""
+        cells = [str(head_dim), mask, length, f"{batch} x {heads}"]
         cells += [_cell(result, line, column) for column in result.ours + result.peers]
         if compared:
             best = result.best_peer(line)
@@ -218,7 +228,12 @@ def _speed_grid(result: Pivot) -> Grid:
             grid.sections.add(number)
     if result.unit == "TFLOP/s":
         grid.notes.append(
-            "FLOP = 4 x seqlen_q x seqlen_k x head_dim x heads x batch, half of it for a causal mask."
+            "FLOP = 4 x seqlen_q x seqlen_k x head_dim x heads x batch, half of it for a causal mask"
+            + (
+                "; of the pairs that a window leaves, and of each sequence by itself."
+                if result.phase == "prefill"
+                else "."
+            )
         )
     if result.ours:
         grid.notes.append("rel RMSE: error of our output on N(0, 1) inputs against float64, on sampled rows.")
@@ -396,7 +411,7 @@ def plot(path: str | os.PathLike[str], rows: Sequence[Row], title: str) -> None:
     need_matplotlib()
     from matplotlib.figure import Figure
 
-    timed = [row for row in rows if row["phase"] in TITLES and row["ms"] is not None]
+    timed = [row for row in rows if row["phase"] in PLOTTED and row["ms"] is not None]
     errors = [row for row in rows if row["phase"] == "accuracy_total" and row["rel_rmse"]]
     if timed:
         figure = _plot_speed(Figure, timed)

@@ -4,8 +4,10 @@ temperature.
 One measurement is a batch of launches between two CUDA events. As many untimed launches of the same contender
 go before it: they bring its code and data back into the caches and fill the queue, and, where batches are long
 (50 ms by default), let the GPU's power control settle to it. These kernels all reach the power limit, at clocks
-of their own; a short batch would run at what its predecessor has left. L2 is not flushed between launches: the
-operands of the default grid's cells (96 MiB at 8 bits, outputs apart) exceed it.
+of their own; a short batch would run at what its predecessor has left. Before the first round the last contender runs
+untimed, as it does before every other round: else the first contender alone, which is this library, would once be
+timed on a GPU that comes from rest, at a clock that the power control takes away again. L2 is not flushed between
+launches: the operands of the default grid's cells (96 MiB at 8 bits, outputs apart) exceed it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ Key = TypeVar("Key")
 TimeBatch = Callable[[Callable[[], Any], int], float]  # (launch, count) -> milliseconds of `count` launches
 
 MAX_LAUNCHES = 1000  # of one batch
+SETTLE_BATCHES = 4  # lengths of a batch that the GPU works before the first round
 
 
 class DeviceLost(RuntimeError):
@@ -47,7 +50,17 @@ class Timing:
     ms_min: float
     ms_max: float
     launches: int  # in one round
-    rounds: int
+    times: tuple[float, ...]  # of each round, in their order
+
+    @classmethod
+    def of(cls, times: Sequence[float], launches: int) -> Timing:
+        """From the milliseconds of each round."""
+        return cls(statistics.median(times), min(times), max(times), launches, tuple(times))
+
+    @property
+    def rounds(self) -> int:
+        """How many of them."""
+        return len(self.times)
 
 
 def time_batch_cuda(launch: Callable[[], Any], count: int) -> float:
@@ -71,8 +84,8 @@ def interleaved(
     time_batch: TimeBatch = time_batch_cuda,
     on_failure: Callable[[Key, Exception], None] = lambda key, error: None,
 ) -> dict[Key, Timing]:
-    """Time every launch, round-robin; another one comes first in each round. A launch that raises is reported
-    to `on_failure` and left out from then on.
+    """Time every launch, round-robin; another one comes first in each round, after the last of the round before. A
+    launch that raises is reported to `on_failure` and left out from then on.
 
     Raises:
         ValueError: rounds < 1 or min_batch_ms is not positive.
@@ -91,19 +104,27 @@ def interleaved(
             continue
         counts[key] = min(MAX_LAUNCHES, max(2, math.ceil(min_batch_ms / estimate)))
         times[key] = []
+
+    def run(key: Key) -> float | None:
+        """Milliseconds of a launch in a batch of `key`; None where it failed."""
+        try:
+            return time_batch(launches[key], counts[key]) / counts[key]
+        except Exception as error:
+            del times[key]
+            on_failure(key, error)
+            return None
+
+    for _ in range(SETTLE_BATCHES // 2):  # a batch is as long again before it is timed
+        if times:
+            run(list(times)[-1])
     for number in range(rounds):
         order = list(times)
         shift = number % len(order) if order else 0
         for key in order[shift:] + order[:shift]:
-            try:
-                times[key].append(time_batch(launches[key], counts[key]) / counts[key])
-            except Exception as error:
-                del times[key]
-                on_failure(key, error)
-    return {
-        key: Timing(statistics.median(found), min(found), max(found), counts[key], len(found))
-        for key, found in times.items()
-    }
+            found = run(key)
+            if found is not None:
+                times[key].append(found)
+    return {key: Timing.of(found, counts[key]) for key, found in times.items()}
 
 
 def short_reason(error: BaseException, limit: int = 300) -> str:
@@ -205,7 +226,9 @@ def time_cell(
             try:
                 if storage not in inputs:
                     inputs[storage] = cases.make_inputs(case, cases.TORCH_DTYPES[storage], device, seed)
-                    references[storage] = cases.sample(*inputs[storage], causal=case.causal)
+                    references[storage] = cases.sample(
+                        *inputs[storage], causal=case.causal, window=case.window, lengths=case.lengths
+                    )
                 prepared = prepare(contender, case, *inputs[storage])
                 rows[contender].update(kernel=prepared.kernel, backend=prepared.backend)
                 result, rows[contender]["peak_bytes"] = _first_calls(prepared, device)
@@ -240,6 +263,7 @@ def time_cell(
                 tbps=None if bytes_moved is None else bytes_moved / timing.ms / 1e9,
                 launches=timing.launches,
                 rounds=timing.rounds,
+                ms_of_rounds=" ".join(f"{ms:.5g}" for ms in timing.times),
             )
     launches.clear()
     inputs.clear()
