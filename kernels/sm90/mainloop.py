@@ -198,7 +198,7 @@ class Mainloop8bit(Mainloop):
         cfg, policy = self.cfg, self.policy
         _, pipe_k, pipe_v = pipes
         q_frag, k_frag, v_frags = frags
-        q_scale, k_scales, v_scales = scales
+        q_scale, k_scales, v_scales = scales[:3]
         state, limits = softmax_state
         k_scale, v_scale = self.tile_scales(masking, n, k_scales, v_scales)  # the loads land under Q K^T
         scores = policy.new_scores()
@@ -212,6 +212,8 @@ class Mainloop8bit(Mainloop):
                 pipe_k.consumer_release(stage)  # one lane of each warp: it reads this K no more
             s = scores[part]
             policy.to_float(s)
+            if const_expr(cfg.adjusts):
+                policy.adjust(part, s, n, k_scale, scales)
             if const_expr(masking):
                 column0 = n * cfg.tile_n + part * policy.part_keys + cute.arch.lane_idx() % 4 * 2
                 mask_scores(rows(s), limits, column0, cfg)
@@ -240,20 +242,25 @@ class Mainloop8bit(Mainloop):
     def consume(self, frags, scales, softmax_state, out, pipes, states, key_blocks):
         """All key tiles of one work tile, from the highest keys down.
 
-        frags (Q, K, V parts), scales (q_scale (2,), k_scale (groups,), v_scale (groups,)), softmax_state
-        (the policy's state, limits of the mask), out: FP32 accumulators, updated in place. pipes are those of Q, K, V,
+        frags (Q, K, V parts), scales (q_scale (2,), k_scale (groups,), v_scale (groups,), ...), see
+        `Fp8Policy.tile_inputs`, softmax_state (the policy's state, limits of the mask), out: FP32 accumulators, updated in place. pipes are those of Q, K, V,
         states the consumer's of Q and of K and V, key_blocks see scheduler.py. Returns the states.
         """
         state_q, _ = states
         p = self.policy.new_p()
         frags, stage, blocks = self.begin(frags, pipes, states, key_blocks)
-        masked = key_blocks[2]
+        _, _, masked, plain_end, last = key_blocks
+        if const_expr(not self.cfg.window):
+            plain_end = blocks
         state, _ = softmax_state
         state[3][0] = scales[2][((blocks - 1) * self.cfg.tile_n) >> V_SCALE_SHIFT]
         for j in cutlass.range(masked, unroll=1):
             stage = self.step(True, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, stage)
-        for j in cutlass.range(masked, blocks, unroll=1):
+        for j in cutlass.range(masked, plain_end, unroll=1):
             stage = self.step(False, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, stage)
+        if const_expr(self.cfg.window):
+            for j in cutlass.range(plain_end, blocks - last, unroll=1):
+                stage = self.step(True, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, stage)
         return self.end(pipes, (state_q, stage))
 
 
