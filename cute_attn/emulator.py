@@ -398,11 +398,13 @@ def _attend_rows(
         scores = scores.view(batch, heads, group, n, tile_n)
         key = torch.arange(start, start + tile_n, device=device)
         if adjusts:
-            by_group, f = scores.unflatten(-1, (-1, K_GROUP)), factor.unsqueeze(-1)
+            scores, f = scores.unflatten(-1, (-1, K_GROUP)), factor.unsqueeze(-1)
             if softcap:
-                x = _fma(by_group, f, (q_dot[..., lo:hi] * rate)[..., None, None])
-                by_group, f = 1.0 - 2.0 / (1.0 + torch.exp2(x)), torch.tensor(softcap * _LOG2_E).float() * unit
-            scores = (by_group * f).flatten(-2)
+                x = _fma(scores, f, (q_dot[..., lo:hi] * rate)[..., None, None])
+                scores = (1.0 - 2.0 / (1.0 + torch.exp2(x))) * (softcap * _LOG2_E * unit)
+            else:
+                scores = scores * f
+            scores = scores.flatten(-2)
             if slopes is not None:
                 distance = (key - (row[lo:hi, None] + shift)).abs().float()
                 scores = scores - (slopes * (_LOG2_E * unit))[..., None, None] * distance

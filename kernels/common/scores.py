@@ -18,16 +18,15 @@ def tanh_of(exponent: Float32) -> Float32:
 
 
 @cute.jit
-def subtract_distance(scores: cute.Tensor, slope, position, column0: Float32):
+def subtract_distance(scores: cute.Tensor, slope, ahead):
     """ALiBi (arXiv 2108.12409): scores - slope * |key position - query position|, in place.
 
-    scores    (2, columns) view of a thread's accumulator, one row of it for each row of the thread
-    slope     (2,) of the rows, in units of the scores
-    position  (2,) of the rows' queries among the keys
-    column0   key position of the thread's first element; element i lies 8 * (i // 2) + i % 2 behind it
+    scores  (2, columns) view of a thread's accumulator, one row of it for each row of the thread
+    slope   (2,) of the rows, in units of the scores
+    ahead   (2,) keys from each row's query to the thread's first element, which element i lies 8 * (i // 2) + i % 2
+            behind
     """
     for r in cutlass.range_constexpr(2):
-        distance = column0 - position[r]
         for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            here = distance + Float32(8 * (i // 2) + i % 2)
+            here = ahead[r] + Float32(8 * (i // 2) + i % 2)
             scores[r, i] = scores[r, i] - slope[r] * cute.arch.fmax(here, -here)

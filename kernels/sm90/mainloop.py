@@ -213,7 +213,7 @@ class Mainloop8bit(Mainloop):
             s = scores[part]
             policy.to_float(s)
             if const_expr(cfg.adjusts):
-                policy.adjust(part, s, n, k_scale, scales)
+                policy.adjust(part, s, n, k_scale, scales, limits)
             if const_expr(masking):
                 column0 = n * cfg.tile_n + part * policy.part_keys + cute.arch.lane_idx() % 4 * 2
                 mask_scores(rows(s), limits, column0, cfg)
@@ -242,9 +242,10 @@ class Mainloop8bit(Mainloop):
     def consume(self, frags, scales, softmax_state, out, pipes, states, key_blocks):
         """All key tiles of one work tile, from the highest keys down.
 
-        frags (Q, K, V parts), scales (q_scale (2,), k_scale (groups,), v_scale (groups,), ...), see
-        `Fp8Policy.tile_inputs`, softmax_state (the policy's state, limits of the mask), out: FP32 accumulators, updated in place. pipes are those of Q, K, V,
-        states the consumer's of Q and of K and V, key_blocks see scheduler.py. Returns the states.
+        frags (Q, K, V parts), scales (q_scale (2,), k_scale (groups,), v_scale (groups,), and what else
+        `Fp8Policy.tile_inputs` returns), softmax_state (the policy's state, limits of the mask), out: FP32
+        accumulators, updated in place. pipes are those of Q, K, V, states the consumer's of Q and of K and V, key_blocks see
+        scheduler.py. Returns the states.
         """
         state_q, _ = states
         p = self.policy.new_p()

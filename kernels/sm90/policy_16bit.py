@@ -199,8 +199,9 @@ class Policy16bit:
                 for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
                     s[r, i] = tanh_of(s[r, i] * inputs[1])
         if const_expr(self.cfg.alibi):
-            column0 = n * self.cfg.tile_n + cute.arch.lane_idx() % 4 * 2
-            subtract_distance(s, inputs[2], inputs[3], column0.to(Float32))
+            column0 = (n * self.cfg.tile_n + cute.arch.lane_idx() % 4 * 2).to(Float32)
+            position = inputs[3]
+            subtract_distance(s, inputs[2], (column0 - position[0], column0 - position[1]))
 
     @cute.jit
     def softmax(self, masking: cutlass.Constexpr, acc: cute.Tensor, state, scale: Float32):

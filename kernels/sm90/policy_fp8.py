@@ -208,13 +208,11 @@ class Fp8Policy:
                 constant[i] = self.of_mean(side, row0 + ROW_STEP * i, head, batch) * softcap_factor
             inputs = (*inputs, softmax_scale_log2 * Float32(self.score_unit), constant)
         if const_expr(cfg.alibi):
-            slope = cute.make_rmem_tensor(2, Float32)
-            position = cute.make_rmem_tensor(2, Float32)
-            for i in cutlass.range_constexpr(2):
+            slope = cute.make_rmem_tensor(2 if ROW_STEP % g else 1, Float32)  # or both rows are of one head
+            for i in cutlass.range_constexpr(cute.size(slope)):
                 row = row0 + ROW_STEP * i
                 slope[i] = m_slopes[batch, head * g + row % g] * Float32(LOG2_E * self.score_unit)
-                position[i] = (row // g + seqlen_k - seqlen_q).to(Float32)
-            inputs = (*inputs, slope, position)
+            inputs = (*inputs, slope)
         return inputs
 
     @cute.jit
@@ -364,10 +362,12 @@ class Fp8Policy:
     # -- softmax ----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def adjust(self, part: cutlass.Constexpr, acc: cute.Tensor, n: Int32, k_scale: cute.Tensor, inputs):
+    def adjust(
+        self, part: cutlass.Constexpr, acc: cute.Tensor, n: Int32, k_scale: cute.Tensor, inputs, limits
+    ):
         """With softcap or ALiBi: accumulator of one part of key tile n -> scores in the unit of the softmax, in place.
 
-        k_scale  (tile_n / 64,);  inputs  of `tile_inputs`
+        k_scale  (tile_n / 64,);  inputs  of `tile_inputs`;  limits  see `first_hidden_key`
         """
         q_scale = inputs[0]
         s = rows(acc)
@@ -382,9 +382,11 @@ class Fp8Policy:
                     else:
                         s[r, i] = s[r, i] * factor
         if const_expr(self.cfg.alibi):
-            slope, position = inputs[len(inputs) - 2], inputs[len(inputs) - 1]
+            slope = inputs[len(inputs) - 1]
             column0 = n * self.cfg.tile_n + part * self.part_keys + cute.arch.lane_idx() % 4 * 2
-            subtract_distance(s, slope, position, column0.to(Float32))
+            ahead = (column0 - (limits[0] - 1)).to(Float32)  # of the query of the first row
+            step = Float32(ROW_STEP // self.cfg.pack_gqa)
+            subtract_distance(s, (slope[0], slope[cute.size(slope) - 1]), (ahead, ahead - step))
 
     @cute.jit
     def softmax_ex2(self, acc: cute.Tensor, state, q_scale: cute.Tensor, k_scale: cute.Tensor):
