@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cute_attn import validate
 from cute_attn.plan import Plan, make_plan, transpose_config
-from cute_attn.problem import Problem, device_capability
+from cute_attn.problem import Features, Problem, device_capability
 from cute_attn.quantize import (
     Fp8Recipe,
     QuantizedQKV,
@@ -45,6 +45,10 @@ def fp8_attention(
     recipe: str | Fp8Recipe = ...,
     causal: bool = ...,
     softmax_scale: float | None = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     rotary_cos: Tensor | None = ...,
     rotary_sin: Tensor | None = ...,
     rotary_interleaved: bool = ...,
@@ -63,6 +67,10 @@ def fp8_attention(
     recipe: str | Fp8Recipe = ...,
     causal: bool = ...,
     softmax_scale: float | None = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     rotary_cos: Tensor | None = ...,
     rotary_sin: Tensor | None = ...,
     rotary_interleaved: bool = ...,
@@ -80,6 +88,10 @@ def fp8_attention(
     recipe: str | Fp8Recipe = "default",
     causal: bool = False,
     softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
@@ -87,7 +99,7 @@ def fp8_attention(
     backend: str = "auto",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(softmax_scale * q k^T + mask) v with 8-bit operands, from 16-bit tensors.
+    """softmax(softmax_scale * q k^T + bias + mask) v with 8-bit operands, from 16-bit tensors.
 
     Quantises q, k and v by `recipe`, then runs the forward kernel (FlashAttention-3, arXiv 2407.08608,
     section 3.3). Softmax and accumulation are float32; neither scores nor probabilities are written to
@@ -104,7 +116,13 @@ def fp8_attention(
         recipe: "naive", "paper", "fp8", "accurate", "default" (= "accurate": int8 Q K^T, e4m3 P V), or an
             `Fp8Recipe`.
         causal: hide key j from query i unless j <= i + seqlen_k - seqlen_q (bottom-right alignment).
-        softmax_scale: factor of q k^T, finite and > 0; default 1/sqrt(head_dim).
+        softmax_scale: factor of q k^T, finite, of any sign; default 1/sqrt(head_dim). One <= 0 costs a pass over q.
+        window_size: (left, right): query i sees keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q +
+            right; -1 for no end. With `causal`, right is 0. Tiles of keys that no row of a tile sees are not visited.
+        softcap: where > 0, scores become softcap * tanh(score / softcap), before bias and mask.
+        alibi_slopes: (heads_q,) or (batch, heads_q) float32: subtracts slope * |i + seqlen_k - seqlen_q - j| from a
+            score (ALiBi, arXiv 2108.12409).
+        sinks: (heads_q,) float32: one more logit in the softmax of every row of a head, which has no value.
         rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), dtype and device of q, last stride 1: rotary position
             embedding of q and k (arXiv 2104.09864), applied while they are quantised. Row j serves position j, that
             of key j; the last query is at the position of the last key. seqlen_ro >= seqlen_k >= seqlen_q;
@@ -118,8 +136,8 @@ def fp8_attention(
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) of `out_dtype`; with `return_lse` also lse (batch, heads_q,
-        seqlen_q) float32, natural log. A row that sees no key has out 0 and lse -inf. A NaN or infinity in an
-        input makes NaN every output that depends on its scale group; it never becomes a plausible number.
+        seqlen_q) float32, natural log. A row that sees no key has out 0, and lse -inf or its sink. A NaN or infinity in
+        an input makes NaN every output that depends on its scale group; it never becomes a plausible number.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
@@ -128,18 +146,32 @@ def fp8_attention(
     """
     rotary = (rotary_cos, rotary_sin, rotary_interleaved)
     kind = _rotary_kind(*rotary)
-    options = (recipe, causal, type(causal), softmax_scale, type(softmax_scale), kind, backend, out_dtype)
+    given = (window_size, softcap, alibi_slopes, sinks)
+    asked = _signature(given)
+    options = (
+        recipe,
+        causal,
+        type(causal),
+        softmax_scale,
+        type(softmax_scale),
+        kind,
+        backend,
+        out_dtype,
+        asked,
+    )
     key, call = _ready_call(q, k, v, options)
     if call is None:
-        plan = _plan_inputs(q, k, v, recipe, causal, backend, out_dtype, kind)
+        plan = _plan_inputs(q, k, v, recipe, causal, backend, out_dtype, kind, given)
         tables = _check_before(q, k, v, rotary, kind)
+        side = _side_tensors(q, alibi_slopes, sinks)
         if not _launches(plan):
             prepare = functools.partial(_reference, q, k, v, plan.recipe, rotary)
-            return _attend(prepare, plan, q.device, softmax_scale, return_lse, backend)
+            return _attend(prepare, plan, q.device, softmax_scale, side, return_lse, backend)
         call = _remember(key, _prepare_attention(q, k, plan, softmax_scale))
     else:
         tables = _check_before(q, k, v, rotary, kind)
-    return call(q, k, v, return_lse, tables)
+        side = _side_tensors(q, alibi_slopes, sinks)
+    return call(q, k, v, return_lse, tables, *side)
 
 
 @overload
@@ -148,6 +180,10 @@ def fp8_attention_quantized(
     *,
     causal: bool = ...,
     softmax_scale: float | None = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[True],
     backend: str = ...,
     out_dtype: torch.dtype | None = ...,
@@ -160,6 +196,10 @@ def fp8_attention_quantized(
     *,
     causal: bool = ...,
     softmax_scale: float | None = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     backend: str = ...,
     out_dtype: torch.dtype | None = ...,
@@ -171,6 +211,10 @@ def fp8_attention_quantized(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     out_dtype: torch.dtype | None = None,
@@ -180,7 +224,8 @@ def fp8_attention_quantized(
     Args:
         qkv: of `quantize`, for batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim and head_dim_v as in
             `fp8_attention`.
-        causal, softmax_scale, return_lse, backend: as in `fp8_attention`.
+        causal, softmax_scale, window_size, softcap, alibi_slopes, sinks, return_lse, backend: as in `fp8_attention`.
+            A softmax_scale <= 0 costs a pass over the codes of q.
         out_dtype: float16 or bfloat16; default `qkv.dtype`, that of the tensors it was made from.
 
     Returns:
@@ -191,18 +236,21 @@ def fp8_attention_quantized(
         ValueError: a shape, stride, device or value that is not allowed, or "sm90" without a Hopper GPU.
         NotImplementedError: grad mode is on and a part of `qkv` requires grad.
     """
-    options = (causal, type(causal), softmax_scale, type(softmax_scale), backend, out_dtype)
+    given = (window_size, softcap, alibi_slopes, sinks)
+    asked = _signature(given)
+    options = (causal, type(causal), softmax_scale, type(softmax_scale), backend, out_dtype, asked)
     key, call = _ready_quantized_call(qkv, options)
-    plan = None if call is not None else _plan_quantized(qkv, causal, backend, out_dtype)
+    plan = None if call is not None else _plan_quantized(qkv, causal, backend, out_dtype, given)
     validate.check_forward_only(
         q_scale=qkv.q_scale, k_scale=qkv.k_scale, v_scale=qkv.v_scale, q_dot_mean=qkv.q_dot_mean
     )
+    side = _side_tensors(qkv.q, alibi_slopes, sinks)
     if call is None:
         assert plan is not None
         if not _launches(plan):
-            return _attend(lambda: qkv, plan, qkv.q.device, softmax_scale, return_lse, backend)
+            return _attend(lambda: qkv, plan, qkv.q.device, softmax_scale, side, return_lse, backend)
         call = _remember(key, _prepare_forward(qkv, plan, softmax_scale))
-    out, lse = call(qkv)
+    out, lse = call(qkv, *side)
     return (out, lse) if return_lse else out
 
 
@@ -216,7 +264,11 @@ def flash_attn_fp8_func(
     q_descale: Tensor | None = ...,
     k_descale: Tensor | None = ...,
     v_descale: Tensor | None = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
     *,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[True],
     backend: str = ...,
     out_dtype: torch.dtype = ...,
@@ -233,7 +285,11 @@ def flash_attn_fp8_func(
     q_descale: Tensor | None = ...,
     k_descale: Tensor | None = ...,
     v_descale: Tensor | None = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
     *,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     backend: str = ...,
     out_dtype: torch.dtype = ...,
@@ -249,7 +305,11 @@ def flash_attn_fp8_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
     *,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     out_dtype: torch.dtype = torch.bfloat16,
@@ -268,6 +328,7 @@ def flash_attn_fp8_func(
         softmax_scale, causal: as in `fp8_attention`.
         q_descale, k_descale, v_descale: (batch, heads_k) float32, > 0, any strides: factors from codes to
             values; default 1. That of q serves all query heads of its key head.
+        window_size, softcap, alibi_slopes, sinks: as in `fp8_attention`.
         return_lse, backend: as in `fp8_attention`.
         out_dtype: float16 or bfloat16.
 
@@ -282,15 +343,19 @@ def flash_attn_fp8_func(
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     validate.check_fp8_inputs(q, k, v, descales)
     validate.check_forward_only(q=q, k=k, v=v, **descales)
+    given = (window_size, softcap, alibi_slopes, sinks)
+    # refuse before V is transposed
     validate.check_causal(causal)
-    validate.check_softmax_scale(softmax_scale, q.shape[3])  # refuse before V is transposed
+    _check_features(q, given)
+    validate.check_softmax_scale(softmax_scale, q.shape[3])
+    side = _side_tensors(q, alibi_slopes, sinks)
     validate.check_out_dtype(out_dtype, torch.bfloat16)
     validate.check_backend(backend, device_capability(q.device))
     qkv = from_fp8(q, k, v, q_descale, k_descale, v_descale, vt=_transpose_v(q, v, backend))
-    plan = _plan_quantized(qkv, causal, backend, out_dtype)
+    plan = _plan_quantized(qkv, causal, backend, out_dtype, given)
     if not _launches(plan):
-        return _attend(lambda: qkv, plan, q.device, softmax_scale, return_lse, backend)
-    out, lse = _prepare_forward(qkv, plan, softmax_scale)(qkv)
+        return _attend(lambda: qkv, plan, q.device, softmax_scale, side, return_lse, backend)
+    out, lse = _prepare_forward(qkv, plan, softmax_scale)(qkv, *side)
     return (out, lse) if return_lse else out
 
 
@@ -333,7 +398,7 @@ def quantize(
     kind = _rotary_kind(*rotary)
     key, call = _ready_call(q, k, v, (recipe, kind, backend))
     if call is None:
-        plan = _plan_inputs(q, k, v, recipe, False, backend, None, kind)
+        plan = _plan_inputs(q, k, v, recipe, False, backend, None, kind, _NOTHING)
         tables = _check_before(q, k, v, rotary, kind)
         if not _launches(plan):
             return _reference(q, k, v, plan.recipe, rotary)
@@ -350,6 +415,10 @@ def explain(
     *,
     recipe: str | Fp8Recipe = "default",
     causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
@@ -364,7 +433,8 @@ def explain(
         q: (batch, seqlen_q, heads_q, head_dim) as in `fp8_attention`; or a `QuantizedQKV`, alone, for
             `fp8_attention_quantized`.
         k, v: (batch, seqlen_k, heads_k, head_dim or head_dim_v) as in `fp8_attention`.
-        recipe, causal, backend, out_dtype: as in `fp8_attention`. A `QuantizedQKV` brings its recipe along.
+        recipe, causal, window_size, softcap, alibi_slopes, sinks, backend, out_dtype: as in `fp8_attention`. A
+            `QuantizedQKV` brings its recipe along.
         rotary_cos, rotary_sin, rotary_interleaved: as in `fp8_attention`; none with a `QuantizedQKV`.
 
     Returns:
@@ -375,8 +445,9 @@ def explain(
     """
     rotary = (rotary_cos, rotary_sin, rotary_interleaved)
     kind = _rotary_kind(*rotary)
+    given = (window_size, softcap, alibi_slopes, sinks)
     if not isinstance(q, QuantizedQKV):
-        plan = _plan_inputs(q, k, v, recipe, causal, backend, out_dtype, kind)
+        plan = _plan_inputs(q, k, v, recipe, causal, backend, out_dtype, kind, given)
         assert k is not None
         check_rotary(q, k, *rotary)
         return plan
@@ -388,7 +459,7 @@ def explain(
         raise TypeError("k and v are given beside a QuantizedQKV, which holds its own; allowed: None")
     if recipe != "default" and resolve_recipe(recipe) != q.recipe:
         raise ValueError(f"recipe is {recipe!r}; allowed: that of the QuantizedQKV, {q.recipe.name!r}")
-    return _plan_quantized(q, causal, backend, out_dtype)
+    return _plan_quantized(q, causal, backend, out_dtype, given)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -444,6 +515,7 @@ def _plan_inputs(
     backend: str,
     out_dtype: torch.dtype | None,
     rotary: str,
+    given: _Given,
 ) -> Plan:
     """Check all about 16-bit inputs that a plan depends on, and plan."""
     validate.check_inputs(q, k, v)
@@ -456,9 +528,45 @@ def _plan_inputs(
         causal=validate.check_causal(causal),
         out_dtype=validate.check_out_dtype(out_dtype, q.dtype),
         rotary=rotary,
+        features=_check_features(q, given),
     )
     validate.check_backend(backend, problem.capability)
     return make_plan(problem, backend)
+
+
+_Given = tuple[object, object, Tensor | None, Tensor | None]  # window_size, softcap, alibi_slopes, sinks
+_NOTHING: Final[_Given] = ((-1, -1), 0.0, None, None)
+
+
+def _signature(given: _Given) -> object:
+    """What checks and planning read of these arguments, unhashable where it is none that is allowed; None of none."""
+    window_size, softcap, *tensors = given
+    try:
+        ends = [type(end) for end in window_size]  # type: ignore[attr-defined]
+        plain = window_size == (-1, -1) and ends == [int, int] and type(softcap) is float and not softcap
+        if plain and tensors == [None, None]:
+            return None
+        signatures = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in tensors]
+    except (AttributeError, TypeError, ValueError):
+        return []
+    return (window_size, *ends, softcap, type(softcap), *signatures)
+
+
+def _check_features(q: Tensor, given: _Given) -> Features:
+    window_size, softcap, alibi_slopes, sinks = given
+    window, cap = validate.check_window_size(window_size), validate.check_softcap(softcap)
+    validate.check_side_tensors(q.shape[0], q.shape[2], q.device, alibi_slopes, sinks)
+    return Features(window, cap, alibi_slopes is not None, sinks is not None)
+
+
+def _side_tensors(
+    q: Tensor, alibi_slopes: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Checked slopes as (batch, heads_q), and the sinks; in every call, as it is no matter of shapes: no gradients."""
+    if alibi_slopes is None and sinks is None:
+        return None, None
+    validate.check_forward_only(alibi_slopes=alibi_slopes, sinks=sinks)
+    return None if alibi_slopes is None else alibi_slopes.expand(q.shape[0], q.shape[2]), sinks
 
 
 _RotaryArguments = tuple[Tensor | None, Tensor | None, bool]  # rotary_cos, rotary_sin, rotary_interleaved
@@ -487,13 +595,16 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, recipe: Fp8Recipe, rotary: _Rota
     return quantize_reference(q, k, v, recipe, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved)
 
 
-def _plan_quantized(qkv: QuantizedQKV, causal: bool, backend: str, out_dtype: torch.dtype | None) -> Plan:
+def _plan_quantized(
+    qkv: QuantizedQKV, causal: bool, backend: str, out_dtype: torch.dtype | None, given: _Given
+) -> Plan:
     """Likewise for prepared operands."""
     validate.check_quantized(qkv)
     problem = Problem.from_quantized(
         qkv,
         causal=validate.check_causal(causal),
         out_dtype=validate.check_out_dtype(out_dtype, qkv.dtype),
+        features=_check_features(qkv.q, given),
     )
     validate.check_backend(backend, problem.capability)
     return make_plan(problem, backend)
@@ -511,13 +622,16 @@ def _launches(plan: Plan) -> bool:
 
 def _prepare_attention(
     q: Tensor, k: Tensor, plan: Plan, softmax_scale: float | None
-) -> Callable[[Tensor, Tensor, Tensor, bool, Rotary | None], Tensor | tuple[Tensor, Tensor]]:
+) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
     """The call of the kernels for 16-bit tensors of these shapes; the plan is one with launches."""
     assert plan.quantize_config is not None, "a plan for 16-bit inputs names a quantiser"
     scale = validate.check_softmax_scale(softmax_scale, plan.problem.head_dim)
     from cute_attn.launch import Attention
 
-    return Attention(q.shape, k.shape, plan.recipe, plan.quantize_config, plan.config, scale, q.device)
+    features = plan.problem.cutting_features
+    return Attention(
+        q.shape, k.shape, plan.recipe, plan.quantize_config, plan.config, scale, q.device, features
+    )
 
 
 def _prepare_quantize(
@@ -532,12 +646,13 @@ def _prepare_quantize(
 
 def _prepare_forward(
     qkv: QuantizedQKV, plan: Plan, softmax_scale: float | None
-) -> Callable[[QuantizedQKV], tuple[Tensor, Tensor]]:
+) -> Callable[[QuantizedQKV, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]:
     """Likewise for operands with parts of these shapes."""
     scale = validate.check_softmax_scale(softmax_scale, plan.problem.head_dim)
     from cute_attn.launch import Forward
 
-    return Forward((*qkv.q.shape[:3], qkv.vt.shape[2]), qkv.k.shape, plan.config, scale, qkv.q.device)
+    shape, features = (*qkv.q.shape[:3], qkv.vt.shape[2]), plan.problem.cutting_features
+    return Forward(shape, qkv.k.shape, plan.config, scale, qkv.q.device, features)
 
 
 def _transpose_v(q: Tensor, v: Tensor, backend: str) -> Tensor | None:
@@ -555,6 +670,7 @@ def _attend(
     plan: Plan,
     device: torch.device,
     softmax_scale: float | None,
+    side: tuple[Tensor | None, Tensor | None],
     return_lse: bool,
     backend: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -565,7 +681,7 @@ def _attend(
     problem, config = plan.problem, plan.config
     scale = validate.check_softmax_scale(softmax_scale, problem.head_dim)
     if problem.is_empty:
-        out, lse = _empty_result(problem, device)
+        out, lse = _empty_result(problem, device, side[1])
     else:
         if backend == "auto":
             _warn_emulator(plan)
@@ -573,8 +689,11 @@ def _attend(
 
         out, lse = emulate_forward(
             prepare(),
-            causal=config.causal,
             softmax_scale=scale,
+            window=problem.ends,
+            softcap=problem.features.softcap,
+            alibi_slopes=side[0],
+            sinks=side[1],
             tile_m=config.tile_m,
             tile_n=config.tile_n,
             pack_gqa=config.pack_gqa,
@@ -584,12 +703,13 @@ def _attend(
     return (out, lse) if return_lse else out
 
 
-def _empty_result(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Zeros and lse -inf: what rows without keys give, however many rows there are."""
+def _empty_result(problem: Problem, device: torch.device, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Zeros, and lse -inf or the sinks: what rows without keys give, however many rows there are."""
     rows, heads = problem.seqlen_q, problem.heads_q
     shape = (problem.batch, rows, heads, problem.head_dim_v)
     out = torch.zeros(shape, dtype=problem.out_dtype, device=device)
-    return out, torch.full((problem.batch, heads, rows), -math.inf, dtype=torch.float32, device=device)
+    lse = torch.full((problem.batch, heads, rows), -math.inf, dtype=torch.float32, device=device)
+    return out, lse if sinks is None else lse.copy_(sinks[:, None])
 
 
 _warned = False

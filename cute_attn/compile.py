@@ -142,6 +142,10 @@ def build(config: KernelConfig, options: str = "") -> Any:
             cutlass.Float32(1.0),
             cutlass.Int32(1),
             cutlass.Int32(1),
+            scalars(batch, heads_q) if config.alibi else None,
+            scalars(heads_q) if config.sinks else None,
+            cutlass.Float32(1.0) if config.softcap else None,
+            *[cutlass.Int32(1) if config.window else None] * 2,
         ]
     else:
         from cute_attn.kernels.any.quantize import Quantize, TransposeV

@@ -29,6 +29,16 @@ first. One code, the distance of two e4m3 bytes, is an eighth of an octave; `cod
     out    = O * (v / l)
     lse    = (m + log2 l - lift) ln 2 - CODE_LSE_BIAS (code only) + softmax_scale * q_dot_mean
 
+With softcap or ALiBi S is first made a score in octaves (code: times 8 U), and then f_g is 1:
+
+    softcap  x = fma(S, q_scale * a * k_scale_g, q_dot_mean * a)    a: 2 log2 e * softmax_scale / softcap
+             S = softcap * log2 e * (1 - 2 / (1 + exp2(x)))         lse then adds no q_dot_mean
+    ALiBi    S = S - slope * log2 e * |key position - query position|
+
+A sink is a score whose P counts in l alone, at the end: l + 2^(sink * log2 e - m + lift), times e^CODE_LSE_BIAS by
+code, as the sum of rounded P is, and less the softmax_scale * q_dot_mean that the scores lack. A softmax_scale <= 0 is
+taken into Q (`with_positive_scale`).
+
 P is held times 2^lift. Lifted by 8 its largest value is below e4m3's 448 and the smallest that does not
 become 0 is about 2^-18 of the largest. Lifted by 7 it leaves m room to lag the row's maximum by 1.8 octaves,
 and the smallest is about 2^-14 to 2^-16. Not lifted (the naive way), P below 2^-10 is lost and P below 2^-6
@@ -72,10 +82,11 @@ from cute_attn.kernels.config import (
     SMALLEST_FACTOR,
     UNSET_SHIFT,
 )
-from cute_attn.quantize import K_GROUP, V_BLOCK, QuantizedQKV, to_e4m3, unpermute_v
+from cute_attn.quantize import K_GROUP, V_BLOCK, QuantizedQKV, to_e4m3, unpermute_v, with_positive_scale
 
 __all__ = ["emulate_forward", "p_code"]
 
+_LOG2_E: Final = math.log2(math.e)
 _SLICE: Final = 32  # k extent of one 8-bit tensor-core instruction
 _ALIGNED_BITS: Final = 13  # fraction bits that survive alignment in Hopper's FP8 accumulator
 
@@ -150,6 +161,10 @@ def emulate_forward(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     tile_m: int = 128,
     tile_n: int = 128,
     pack_gqa: int = 1,
@@ -166,7 +181,12 @@ def emulate_forward(
     Args:
         qkv: quantised inputs.
         causal: key j is visible to query i iff j <= i + seqlen_k - seqlen_q.
-        softmax_scale: finite and > 0; default 1/sqrt(head_dim).
+        softmax_scale: finite; default 1/sqrt(head_dim).
+        window: (left, right): keys before and behind a query's own position i + seqlen_k - seqlen_q that it sees; -1
+            for all. With `causal` right is 0.
+        softcap: > 0: a score becomes softcap * tanh(score / softcap); 0 for none.
+        alibi_slopes: (batch, heads_q) float32: slope * |key position - query position| is subtracted from a score.
+        sinks: (heads_q,) float32: one more logit for each row of a head, which has no value.
         tile_m: rows of queries that share a loop over key tiles. Changes results only where a tile that some
             row of the block needs holds NaN or infinity in keys that another row must not see: that one is
             NaN too.
@@ -186,7 +206,7 @@ def emulate_forward(
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) of `out_dtype`, and lse (batch, heads_q, seqlen_q) float32,
-        natural log. A row that sees no key has output 0 and lse -inf. A row that depends on a non-finite
+        natural log. A row that sees no key has output 0, and lse -inf or its sink. A row that depends on a non-finite
         scale group, or whose logits leave float32, is NaN.
 
     Raises:
@@ -196,8 +216,12 @@ def emulate_forward(
     heads_k, seqlen_k = qkv.k.shape[2], qkv.seqlen_k
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(head_dim)
-    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
-        raise ValueError(f"softmax_scale is {softmax_scale}; allowed: finite and > 0")
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale is {softmax_scale}; allowed: finite")
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap is {softcap}; allowed: finite and >= 0")
+    if min(window) < -1:
+        raise ValueError(f"window is {window}; allowed: ends >= 0, or -1 for none")
     if tile_n not in (64, 128, 256):
         raise ValueError(f"tile_n is {tile_n}; allowed: 64, 128, 256")
     if check_keys not in (32, 64):
@@ -219,9 +243,13 @@ def emulate_forward(
     tile_queries = tile_m // pack_gqa
     out = torch.zeros(batch, seqlen_q, heads_q, head_dim_v, dtype=out_dtype or qkv.dtype, device=device)
     lse = torch.full((batch, heads_q, seqlen_q), -math.inf, dtype=torch.float32, device=device)
+    if sinks is not None:
+        lse = sinks.view(1, heads_q, 1).expand_as(lse).clone()
     if out.numel() == 0 or seqlen_k == 0:
         return out, lse
 
+    qkv, softmax_scale = with_positive_scale(qkv, softmax_scale)
+    left, right = window[0], 0 if causal else window[1]
     budget = _CPU_BUDGET if device.type == "cpu" else _CUDA_BUDGET
     row_cost = group * (tile_n if accumulator == "fp32" else _SLICE * max(tile_n, head_dim_v))
     blocks = max(min(budget // (row_cost * tile_queries), -(-seqlen_q // tile_queries)), 1)
@@ -231,6 +259,11 @@ def emulate_forward(
     # Query heads of one kv head side by side: (batch, heads_k, group, seqlen_q, ...), all views.
     q = qkv.q.unflatten(2, (heads_k, group)).permute(0, 2, 3, 1, 4)
     q_scale = qkv.q_scale.unflatten(1, (heads_k, group))
+    zeros = torch.zeros(1, dtype=torch.float32, device=device)
+    q_dot = qkv.q_dot_mean if qkv.q_dot_mean is not None else zeros.expand(batch, heads_q, seqlen_q)
+    q_dot = q_dot.unflatten(1, (heads_k, group))
+    slopes = None if alibi_slopes is None else alibi_slopes.unflatten(1, (heads_k, group))
+    sinks = None if sinks is None else sinks.expand(batch, heads_q).unflatten(1, (heads_k, group))
     out_view = out.unflatten(2, (heads_k, group)).permute(0, 2, 3, 1, 4)
     lse_view = lse.unflatten(1, (heads_k, group))
     with _true_float32_matmul():
@@ -247,10 +280,14 @@ def emulate_forward(
                         q_scale[some],
                         qkv.k_scale[part],
                         qkv.v_scale[part],
+                        q_dot[some],
+                        None if slopes is None else slopes[part],
+                        None if sinks is None else sinks[part],
                         first_row=r,
                         seqlen_q=seqlen_q,
                         seqlen_k=seqlen_k,
-                        causal=causal,
+                        window=(left, right),
+                        softcap=softcap,
                         softmax_scale=softmax_scale,
                         tile_queries=tile_queries,
                         tile_n=tile_n,
@@ -261,9 +298,6 @@ def emulate_forward(
                     )
                     out_view[some] = out_rows.to(out.dtype)
                     lse_view[some] = lse_rows
-    if qkv.q_dot_mean is not None:
-        shifted = lse + qkv.q_dot_mean * softmax_scale
-        lse = torch.where(lse == -math.inf, lse, shifted)
     return out, lse
 
 
@@ -274,11 +308,15 @@ def _attend_rows(
     q_scale: Tensor,
     k_scale: Tensor,
     v_scale: Tensor,
+    q_dot: Tensor,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
     *,
     first_row: int,
     seqlen_q: int,
     seqlen_k: int,
-    causal: bool,
+    window: tuple[int, int],
+    softcap: float,
     softmax_scale: float,
     tile_queries: int,
     tile_n: int,
@@ -293,27 +331,40 @@ def _attend_rows(
         q: (b, h, group, rows, d) codes of rows `first_row`, `first_row` + 1, ...
         k: (b, h, seqlen_k, d) codes; vt: (b, h, dv, ceil16(seqlen_k)).
         q_scale: (b, h, group, rows); k_scale: (b, h, groups of 64 keys); v_scale: (b, h, groups of 256 keys).
+        q_dot: (b, h, group, rows), product with the mean key, 0 where K was not smoothed.
+        slopes, sinks: (b, h, group).
 
     Returns:
-        out (b, h, group, rows, dv) and lse (b, h, group, rows), float32, lse without the smoothing term.
+        out (b, h, group, rows, dv) and lse (b, h, group, rows), float32.
     """
     batch, heads, group, rows, head_dim = q.shape
     device = q.device
     sums_hopper_qk = hopper and q.dtype != torch.int8
     by_code = p_rounding == "code"
     qf = q.float().reshape(batch, heads, group * rows, head_dim)
-    row_scale = q_scale * torch.tensor(softmax_scale * math.log2(math.e), dtype=torch.float32, device=device)
-    if by_code:
-        row_scale = row_scale * (8.0 * CODE_UNIT)
+    unit = 8.0 * CODE_UNIT if by_code else 1.0  # of a score, beside octaves
+    adjusts = softcap > 0 or slopes is not None
+    rate = 2.0 * _LOG2_E * softmax_scale / softcap if softcap else softmax_scale * _LOG2_E
+    row_scale = q_scale * torch.tensor(rate, dtype=torch.float32, device=device)
+    if not softcap:
+        row_scale = row_scale * unit
 
-    # Keys that each row sees are 0 .. limit - 1; tiles are counted for whole blocks of tile_queries rows.
-    offset = seqlen_k - seqlen_q if causal else seqlen_k
+    # A row sees the keys start <= j < limit; tiles are counted for whole blocks of tile_queries rows.
+    left, right = window
+    shift = seqlen_k - seqlen_q
     row = torch.arange(first_row, first_row + rows, device=device)
-    limit = (row + 1 + offset).clamp_(min=0, max=seqlen_k)
+    limit = (row + 1 + shift + right if right >= 0 else torch.full_like(row, seqlen_k)).clamp_(0, seqlen_k)
+    begin = (row + shift - left).clamp_(min=0) if left >= 0 else torch.zeros_like(row)
     blocks = range(first_row // tile_queries, (first_row + rows - 1) // tile_queries + 1)
-    last_rows = [min((block + 1) * tile_queries, seqlen_q) - 1 for block in blocks]
-    tiles = [-(-max(min(last + 1 + offset, seqlen_k), 0) // tile_n) for last in last_rows]
-    row_tiles = torch.tensor(tiles, device=device)[row // tile_queries - blocks[0]]
+    ends, starts = [], []
+    for block in blocks:
+        last = min((block + 1) * tile_queries, seqlen_q) - 1
+        stop = min(last + 1 + shift + right, seqlen_k) if right >= 0 else seqlen_k
+        ends.append(-(-max(stop, 0) // tile_n))
+        start = max(block * tile_queries + shift - left, 0) // tile_n if left >= 0 else 0
+        starts.append(min(start, max(ends[-1] - 1, 0)))
+    of_block = row // tile_queries - blocks[0]
+    row_ends, row_starts = (torch.tensor(x, device=device)[of_block] for x in (ends, starts))
 
     f32 = torch.float32  # by name: torch's default dtype is the caller's
     head_dim_v = vt.shape[2]
@@ -324,11 +375,14 @@ def _attend_rows(
     state = torch.full((batch, heads, group, rows), unset, dtype=f32, device=device)
     v_previous = torch.ones(batch, heads, dtype=f32, device=device)
 
-    for tile in range(max(tiles) - 1, -1, -1):
-        # Later row blocks see at least as many tiles as earlier ones: the rows at work are a suffix.
-        first_block = next(i for i, count in enumerate(tiles) if count > tile)
-        lo = max(blocks[first_block] * tile_queries - first_row, 0)
-        n = rows - lo
+    for tile in range(max(ends) - 1, -1, -1):
+        # Ends and starts of later row blocks are not below those of earlier ones: neighbouring rows are at work.
+        at_work = [block for block, i, j in zip(blocks, starts, ends, strict=True) if i <= tile < j]
+        if not at_work:
+            continue
+        lo = max(at_work[0] * tile_queries - first_row, 0)
+        hi = min((at_work[-1] + 1) * tile_queries - first_row, rows)
+        n = hi - lo
         start = tile * tile_n
         stop = min(start + tile_n, seqlen_k)
 
@@ -338,28 +392,41 @@ def _attend_rows(
         k_groups = k_scale[..., start // K_GROUP : -(-stop // K_GROUP)]
         k_groups = F.pad(k_groups, (0, tile_n // K_GROUP - k_groups.shape[-1]), value=1.0)
 
-        factor = row_scale[..., lo:, None] * k_groups[:, :, None, None, :]  # (b, h, group, n, tile_n / 64)
-        factor = factor.clamp(min=SMALLEST_FACTOR)  # keeps NaN
+        factor = row_scale[..., lo:hi, None] * k_groups[:, :, None, None, :]  # (b, h, group, n, tile_n / 64)
 
-        q_rows = qf if lo == 0 else qf.unflatten(2, (group, rows))[:, :, :, lo:].flatten(2, 3)
+        q_rows = qf if n == rows else qf.unflatten(2, (group, rows))[:, :, :, lo:hi].flatten(2, 3)
         kt = k_tile.transpose(-1, -2)
         scores = _hopper_matmul(q_rows, kt) if sums_hopper_qk else q_rows @ kt
         scores = scores.view(batch, heads, group, n, tile_n)
-        if stop < start + tile_n or causal:
-            hidden = torch.arange(start, start + tile_n, device=device) >= limit[lo:, None]
+        key = torch.arange(start, start + tile_n, device=device)
+        if adjusts:
+            scores, f = scores.unflatten(-1, (-1, K_GROUP)), factor.unsqueeze(-1)
+            if softcap:
+                x = _fma(scores, f, (q_dot[..., lo:hi] * rate)[..., None, None])
+                scores = (1.0 - 2.0 / (1.0 + torch.exp2(x))) * (softcap * _LOG2_E * unit)
+            else:
+                scores = scores * f
+            scores = scores.flatten(-2)
+            if slopes is not None:
+                distance = (key - (row[lo:hi, None] + shift)).abs().float()
+                scores = scores - (slopes * (_LOG2_E * unit))[..., None, None] * distance
+            factor = torch.ones_like(factor)
+        factor = factor.clamp(min=SMALLEST_FACTOR)  # keeps NaN
+        if stop < start + tile_n or left >= 0 or right >= 0:
+            hidden = (key >= limit[lo:hi, None]) | (key < begin[lo:hi, None])
             scores = scores.masked_fill(hidden, -math.inf)
         if by_code:
-            p8, moved, corr = _codes(scores, factor, state[..., lo:], check_keys)
+            p8, moved, corr = _codes(scores, factor, state[..., lo:hi], check_keys)
         else:
-            p8, moved, corr = _exponentials(scores, factor, state[..., lo:], LIFT[p_rounding])
-        state[..., lo:] = moved
+            p8, moved, corr = _exponentials(scores, factor, state[..., lo:hi], LIFT[p_rounding])
+        state[..., lo:hi] = moved
         p = p8.float().view(batch, heads, group * n, tile_n)
 
         v_now = v_scale[..., start // V_BLOCK]
-        first_tile = row_tiles[lo:] == tile + 1
+        first_tile = row_ends[lo:hi] == tile + 1
         ratio = torch.where(first_tile, 1.0, (v_previous / v_now)[..., None])  # (b, h, n)
         v_previous = v_now
-        o = o_acc[..., lo:, :] * (corr * ratio[:, :, None]).unsqueeze(-1)
+        o = o_acc[..., lo:hi, :] * (corr * ratio[:, :, None]).unsqueeze(-1)
         row_sum = p.sum(dim=-1)
         if two_level and hopper:  # the row sum is one more column of the product, V's there is 1
             product = _hopper_matmul(p, F.pad(v_tile, (0, 1), value=1.0))
@@ -371,17 +438,27 @@ def _attend_rows(
         else:
             o_rows = o.view(-1, group * n, head_dim_v)
             o = torch.baddbmm(o_rows, p.flatten(0, 1), v_tile.flatten(0, 1)).view_as(o)
-        o_acc[..., lo:, :] = o
-        l_acc[..., lo:] = l_acc[..., lo:] * corr + row_sum.view(batch, heads, group, n)
+        o_acc[..., lo:hi, :] = o
+        l_acc[..., lo:hi] = l_acc[..., lo:hi] * corr + row_sum.view(batch, heads, group, n)
 
-    seen = limit > 0
-    v_last = v_scale[..., 0, None, None, None]
-    # A row with keys and l = 0 has left float32's range: 0 * inf makes it NaN instead of a plausible zero.
-    out = torch.where(seen[:, None], o_acc * (v_last / l_acc.unsqueeze(-1)), 0.0)
-    m = (CODE_BIAS - state / CODE_UNIT) * 0.125 if by_code else state
-    lse = (m + l_acc.log2() - LIFT[p_rounding]) * math.log(2.0) - (CODE_LSE_BIAS if by_code else 0.0)
-    lse = lse.masked_fill(l_acc == 0, math.nan)
-    return out, torch.where(seen, lse, -math.inf)
+    seen = limit > begin
+    v_last = v_scale[..., row_starts * tile_n // V_BLOCK]  # (b, h, rows)
+    share = 0.0 if softcap else softmax_scale * q_dot  # of the mean key, which scores lack
+    bias = CODE_LSE_BIAS if by_code else 0.0
+    m = ((CODE_BIAS - state / CODE_UNIT) * 0.125 if by_code else state) - LIFT[p_rounding]
+    # A row with keys and l = 0 has left float32's range: NaN instead of a plausible zero.
+    l_acc = l_acc.masked_fill(l_acc == 0, math.nan)
+    norm = 1.0 / l_acc
+    if sinks is not None:
+        sink = (sinks.unsqueeze(-1) + bias - share) * _LOG2_E
+        top = torch.maximum(m, sink)
+        part = torch.exp2(m - top)
+        l_acc = l_acc * part + torch.exp2(sink - top)
+        m, norm = top, part / l_acc
+    out = torch.where(seen[:, None], o_acc * (v_last[:, :, None] * norm).unsqueeze(-1), 0.0)
+    lse = (m + l_acc.log2()) * math.log(2.0) - bias + share
+    empty = -math.inf if sinks is None else sinks.unsqueeze(-1)
+    return out, torch.where(seen, lse, empty)
 
 
 def _integral(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from cute_attn import validate
 from cute_attn.kernels.config import HEAD_DIMS_16BIT, Fwd16Config
 from cute_attn.plan import DTYPE_NAMES, forward16_config
 from cute_attn.plan16 import Plan16, Problem16, make_plan16
-from cute_attn.problem import device_capability
+from cute_attn.problem import cutting_ends, device_capability
 
 __all__ = [
     "flash_attn_explain",
@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 BACKENDS: Final = ("auto", "sm90", "reference")
-_FLOAT32: Final = torch.finfo(torch.float32)
 
 
 def flash_attn_func(
@@ -325,27 +324,25 @@ def _plan(
     backend: str,
 ) -> _Plan:
     """Check everything, and plan."""
-    scale, window, softcap = _check_options(*options)
+    dropout_p, softmax_scale, *others = options
+    window, softcap = _check_options(dropout_p, *others)
     _check_tensors(q, k, v)
-    _check_side(q.shape[0], q.shape[2], q.device, side)
+    scale = validate.check_softmax_scale(softmax_scale, q.shape[3])
+    validate.check_side_tensors(q.shape[0], q.shape[2], q.device, **side)
     _check_backend(backend, q)
     batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_k, head_dim_v = v.shape[1:]
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     loadable = (_loadable(q), _loadable(k), _loadable(v))
     if backend == "reference" or 0 in (batch, seqlen_q, seqlen_k):
         return _Plan(None, scale, softcap, window, loadable)
-    left, right = window
-    left = -1 if left >= seqlen_k else left  # such an end cuts nothing
-    right = -1 if right >= seqlen_q else right
-    # One row sees every key under the bottom-right mask.
-    causal = left < 0 and right == 0 and seqlen_q != 1
+    left, right = cutting_ends(window, seqlen_q, seqlen_k)
+    causal = (left, right) == (-1, 0)
     config = forward16_config(
         head_dim,
         head_dim_v,
         DTYPE_NAMES[q.dtype],
         causal=causal,
-        window=not causal and (left >= 0 or (right >= 0 and seqlen_q != 1)),
+        window=not causal and (left, right) != (-1, -1),
         softcap=softcap > 0.0,
         alibi=side["alibi_slopes"] is not None,
         sinks=side["sinks"] is not None,
@@ -368,35 +365,20 @@ def _loadable(x: Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def _number(name: str, x: object, allowed: str) -> float:
-    if isinstance(x, (bool, str, Tensor)) or not hasattr(x, "__float__"):
-        raise TypeError(f"{name} is a {type(x).__name__}; allowed: {allowed}")
-    return float(x)
-
-
 def _check_options(
     dropout_p: object,
-    softmax_scale: object,
     causal: object,
     softcap: object,
     deterministic: object,
     return_attn_probs: object,
     window_size: object,
-) -> tuple[float | None, tuple[int, int], float]:
-    """(softmax_scale, window, softcap); the window is (left, right), -1 without an end."""
-    dropout = _number("dropout_p", dropout_p, "0.0")
+) -> tuple[tuple[int, int], float]:
+    """(window, softcap); the window is (left, right), -1 without an end."""
+    dropout = validate.check_number("dropout_p", dropout_p, "0.0")
     if not 0.0 <= dropout <= 1.0:
         raise ValueError(f"dropout_p is {dropout}; allowed: 0.0")
     if dropout > 0.0:
         raise NotImplementedError(f"dropout_p is {dropout}, but there is no dropout; allowed: 0.0")
-    scale = None
-    if softmax_scale is not None:
-        scale = _number("softmax_scale", softmax_scale, "a float or None")
-        size = abs(scale) * math.log2(math.e)
-        if not (scale == 0.0 or _FLOAT32.tiny <= size <= _FLOAT32.max):
-            raise ValueError(
-                f"softmax_scale is {scale}; allowed: a finite number, 0 or normal in float32, or None"
-            )
     for name, flag in (
         ("causal", causal),
         ("deterministic", deterministic),
@@ -409,20 +391,8 @@ def _check_options(
             "return_attn_probs is True, but probabilities are never in memory; allowed: False (return_lse=True "
             "returns the log-sum-exp)"
         )
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size is {window_size!r}; allowed: a tuple (left, right)")
-    for end in window_size:
-        if isinstance(end, bool) or not isinstance(end, int):
-            raise TypeError(
-                f"window_size is {tuple(window_size)}, with a {type(end).__name__}; allowed: two ints"
-            )
-        if end < -1:
-            raise ValueError(f"window_size is {tuple(window_size)}; allowed: ends >= 0, or -1 for none")
-    left, right = window_size
-    cap = _number("softcap", softcap, "a float >= 0")
-    if not (cap == 0.0 or _FLOAT32.tiny <= cap <= _FLOAT32.max / 2):
-        raise ValueError(f"softcap is {cap}; allowed: 0 (none), or finite and > 0")
-    return scale, (left, 0 if causal else right), cap
+    left, right = validate.check_window_size(window_size)
+    return (left, 0 if causal else right), validate.check_softcap(softcap)
 
 
 def _check_tensors(q: object, k: object, v: object) -> None:
@@ -445,23 +415,6 @@ def _check_tensors(q: object, k: object, v: object) -> None:
         if v.shape[i] != k.shape[i]:
             raise ValueError(f"{what} of v is {v.shape[i]}; allowed: that of k, {k.shape[i]}")
     validate._check_heads(q.shape[2], k.shape[2])
-
-
-def _check_side(batch: int, heads: int, device: torch.device, side: dict[str, Tensor | None]) -> None:
-    """`alibi_slopes` and `sinks`."""
-    shapes = {"alibi_slopes": ((heads,), (batch, heads)), "sinks": ((heads,),)}
-    for name, x in side.items():
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; allowed: a float32 torch.Tensor or None")
-        if x.dtype != torch.float32:
-            raise TypeError(f"{name} has dtype {x.dtype}; allowed: torch.float32")
-        if tuple(x.shape) not in shapes[name]:
-            allowed = " or ".join(map(str, shapes[name]))
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: {allowed}")
-        if x.device != device:
-            raise ValueError(f"{name} is on device {x.device}; allowed: that of q, {device}")
 
 
 def _check_backend(backend: object, q: Tensor) -> None:

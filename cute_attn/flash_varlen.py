@@ -8,7 +8,6 @@ nothing here waits for the device.
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any, Final
 
 import torch
@@ -345,15 +344,16 @@ def _plan(
     backend: str,
 ) -> _Plan:
     """Check everything, and plan."""
-    scale, window, softcap = flash._check_options(*options)
+    dropout_p, softmax_scale, *others = options
+    window, softcap = flash._check_options(dropout_p, *others)
     flash._check_tensors(*(_check_rows(name, x) for name, x in (("q", q), ("k", k), ("v", v))))
     batch = _check_lengths(q, lengths)
     (total_q, heads_q, head_dim), (total_k, heads_k, head_dim_v) = q.shape, v.shape
-    flash._check_side(batch, heads_q, q.device, side)
+    scale = validate.check_softmax_scale(softmax_scale, head_dim)
+    validate.check_side_tensors(batch, heads_q, q.device, **side)
     if total_q * heads_q >= _ROWS_LIMIT or total_k >= _ROWS_LIMIT:
         raise ValueError(f"q has {total_q} rows of {heads_q} heads, k {total_k} rows; allowed: below 2^31")
     flash._check_backend(backend, q)
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     loadable = (flash._loadable(q), flash._loadable(k), flash._loadable(v))
     if backend == "reference" or 0 in (batch, total_q, total_k):
         return _Plan(None, scale, softcap, window, loadable)

@@ -32,6 +32,7 @@ from cute_attn.kernels.config import (
     QuantizeConfig,
 )
 from cute_attn.kernels.operands import Layout
+from cute_attn.problem import NO_FEATURES, Features
 from cute_attn.quantize import (
     Fp8Recipe,
     QuantizedQKV,
@@ -40,6 +41,7 @@ from cute_attn.quantize import (
     mean_key,
     rotation_signs,
     static_amax,
+    with_positive_scale,
 )
 from cute_attn.schedule import heads_in_turn
 
@@ -367,7 +369,8 @@ class Forward:
         kernel: the compiled function, see `FwdEntry`; addresses that it gets must hold until it returns.
         new_out, new_lse: allocate results.
         zero: address of a zero, for rows that have no product with a mean key.
-        factors: last arguments of `kernel`.
+        factors: arguments of `kernel` behind the layout, up to ALiBi's slopes and the sinks.
+        ends: those behind them.
     """
 
     def __init__(
@@ -377,11 +380,14 @@ class Forward:
         config: FwdConfig,
         softmax_scale: float,
         device: torch.device,
+        features: Features = NO_FEATURES,
     ):
         """
         Args:
             shape_out: (batch, seqlen_q, heads_q, head_dim_v).
             shape_k: batch, seqlen_k, heads_k and more.
+            softmax_scale: any finite factor.
+            features: window and softcap, where `config` has them.
         """
         batch, seqlen_q, heads_q, _ = shape_out
         sms = _sms(device)
@@ -395,10 +401,24 @@ class Forward:
         )
         self._zero = _zero(device)  # held as long as its address
         self.zero = self._zero.data_ptr()
-        self.factors = (softmax_scale, softmax_scale * LOG2_E, sms, turn)
+        self._given_scale = softmax_scale
+        scale = abs(softmax_scale) or 1.0  # see `with_positive_scale`
+        softcap = features.softcap if config.softcap else 0.0
+        self.factors = (scale, (softcap or scale) * LOG2_E, sms, turn)
+        factor = 2.0 * LOG2_E * scale / softcap if softcap else None
+        window = _window_ends(features.window, seqlen_q, shape_k[1]) if config.window else (None, None)
+        self.ends = (factor, *window)
 
-    def __call__(self, qkv: QuantizedQKV) -> tuple[Tensor, Tensor]:
-        """For operands that `validate.check_quantized` accepts."""
+    def __call__(
+        self, qkv: QuantizedQKV, slopes: Tensor | None = None, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """For operands that `validate.check_quantized` accepts.
+
+        Args:
+            slopes: (batch, heads_q) float32, any strides, where the configuration has ALiBi; else None.
+            sinks: (heads_q,) float32, likewise where it has sinks.
+        """
+        qkv, _ = with_positive_scale(qkv, self._given_scale)
         q, k, vt = _aligned(qkv.q), _aligned(qkv.k), _aligned(qkv.vt)
         k_scale = _padded_rows(qkv.k_scale)
         v_scale = qkv.v_scale if qkv.v_scale.stride(2) == 1 else qkv.v_scale.contiguous()
@@ -424,21 +444,38 @@ class Forward:
         )
         out, lse = self.new_out(), self.new_lse()
         lse_add = self.zero if dot is None else dot.data_ptr()
-        self.kernel(out, 0, lse.data_ptr(), lse_add, layout, *self.factors)
+        self.kernel(out, 0, lse.data_ptr(), lse_add, layout, *self.factors, slopes, sinks, *self.ends)
         return out, lse
 
 
+def _window_ends(window: tuple[int, int], seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    """(left, right) as kernels take them: they count keys, and none is a number that hides nothing."""
+    left, right = window
+    return seqlen_k if left < 0 else min(left, seqlen_k), seqlen_q if right < 0 else min(right, seqlen_q)
+
+
 def launch_forward(
-    qkv: QuantizedQKV, config: FwdConfig, *, causal: bool, softmax_scale: float, out_dtype: torch.dtype
+    qkv: QuantizedQKV,
+    config: FwdConfig,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    out_dtype: torch.dtype,
+    features: Features = NO_FEATURES,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the compiled forward kernel of `config`.
+
+    Args: as those of `Forward`.
 
     Returns:
         (out, lse): (batch, seqlen_q, heads_q, head_dim_v) of `out_dtype`, (batch, heads_q, seqlen_q) float32.
     """
     assert config.causal == causal and _ELEMENTS[config.out_dtype] == out_dtype, "plan and call disagree"
     shape = (*qkv.q.shape[:3], config.head_dim_v)
-    return Forward(shape, qkv.k.shape, config, softmax_scale, qkv.q.device)(qkv)
+    forward = Forward(shape, qkv.k.shape, config, softmax_scale, qkv.q.device, features)
+    return forward(qkv, alibi_slopes, sinks)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -458,30 +495,48 @@ class Attention:
         config: FwdConfig,
         softmax_scale: float,
         device: torch.device,
+        features: Features = NO_FEATURES,
     ):
         """
         Args:
             shape_q: batch, seqlen_q, heads_q and more.
             shape_k: batch, seqlen_k, heads_k and more.
-            recipe, quantize_config, config: of one plan.
+            recipe, quantize_config, config, features: of one plan.
+            softmax_scale: any finite factor.
         """
         self._quantiser = Quantiser(shape_q, shape_k, recipe, quantize_config, device)
-        self._forward = Forward((*shape_q[:3], config.head_dim_v), shape_k, config, softmax_scale, device)
+        shape_out = (*shape_q[:3], config.head_dim_v)
+        self._forward = Forward(shape_out, shape_k, config, softmax_scale, device, features)
+        # Q carries the sign of the scale, or 0: exact, as rounding is symmetric.
+        self._q_factor = None if softmax_scale > 0 else -1.0 if softmax_scale else 0.0
         self._lse = self._quantiser.lse
         self._q_dot = self._quantiser.layout.q_dot if quantize_config.smooth else None
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, rotary: Rotary | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        return_lse: bool,
+        rotary: Rotary | None = None,
+        slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Out (batch, seqlen_q, heads_q, head_dim_v), or (out, lse). Errors as those of `Quantiser.__call__`."""
+        """Out (batch, seqlen_q, heads_q, head_dim_v), or (out, lse).
+
+        slopes and sinks are as those of `Forward.__call__`, errors as those of `Quantiser.__call__`.
+        """
         quantiser, forward = self._quantiser, self._forward
+        if self._q_factor is not None:
+            q = q * self._q_factor
         workspace = quantiser(q, k, v, None, rotary)
         base = workspace.data_ptr()
         lse_add = forward.zero if self._q_dot is None else base + self._q_dot
         out = forward.new_out()
         lse = forward.new_lse() if return_lse else None
         lse_at = base + self._lse if lse is None else lse.data_ptr()
-        forward.kernel(out, base, lse_at, lse_add, quantiser.layout_object, *forward.factors)
+        layout = quantiser.layout_object
+        forward.kernel(out, base, lse_at, lse_add, layout, *forward.factors, slopes, sinks, *forward.ends)
         return out if lse is None else (out, lse)
 
 
@@ -524,7 +579,6 @@ def launch_forward16(
     q, *factors = _factors16(q, softmax_scale, softcap)
     out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
     lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
-    left, right = window
     sms = _sms(device) if sms is None else sms
     compile_kernel(config)(
         q,
@@ -535,8 +589,7 @@ def launch_forward16(
         _zero(device).expand(batch, heads_q) if alibi_slopes is None else alibi_slopes,
         _zero(device).expand(heads_q) if sinks is None else sinks,
         *factors,
-        seqlen_k if left < 0 else min(left, seqlen_k),  # beyond, a window cuts nothing
-        seqlen_q if right < 0 else min(right, seqlen_q),
+        *_window_ends(window, seqlen_q, seqlen_k),
         sms,
         heads_in_turn(config, batch, heads_q, heads_k, seqlen_q, seqlen_k, sms),
     )

@@ -25,7 +25,7 @@ from cute_attn.kernels.config import (
     FwdConfig,
     QuantizeConfig,
 )
-from cute_attn.problem import Problem
+from cute_attn.problem import Features, Problem
 from cute_attn.quantize import PRESETS, Fp8Recipe
 from cute_attn.validate import check_backend
 
@@ -46,8 +46,9 @@ WARPGROUP_ROWS: Final = 64  # query rows of a consumer warpgroup; packed, it hol
 class Tile:
     """One row of the tile table: what it serves, the choices, and the reason for them.
 
-    It serves each combination of `qk_dtypes`, `causals` and `p_roundings` that kernels exist for (see
-    `P_ROUNDINGS_OF`), up to `head_dim` columns of Q and K, `head_dim_v` of V and `seqlen_k` keys of a sequence,
+    It serves each combination of `qk_dtypes`, `causals`, `windows` and `p_roundings` that kernels exist for (see
+    `P_ROUNDINGS_OF`; a window counts as a causal mask), up to `head_dim` columns of Q and K, `head_dim_v` of V and
+    `seqlen_k` keys of a sequence,
     unless a row above it does.
     `tile_m`, `tile_n`, `kv_stages`, `qk_splits`, `pv_part`, `check_keys` and the register counts are those of
     `FwdConfig`.
@@ -59,6 +60,7 @@ class Tile:
     tile_n: int
     qk_dtypes: tuple[str, ...] = QK_DTYPES
     causals: tuple[bool, ...] = (False, True)
+    windows: tuple[bool, ...] = (False, True)
     p_roundings: tuple[str, ...] = P_ROUNDINGS
     seqlen_k: float = math.inf
     tile_m: int = 128
@@ -71,7 +73,14 @@ class Tile:
     cluster: int = 1  # where a head has tiles enough, see `_choose_cluster`
 
     def serves(
-        self, head_dim: int, head_dim_v: int, qk_dtype: str, causal: bool, p_rounding: str, seqlen_k: float
+        self,
+        head_dim: int,
+        head_dim_v: int,
+        qk_dtype: str,
+        causal: bool,
+        p_rounding: str,
+        seqlen_k: float,
+        window: bool,
     ) -> bool:
         """Whether its limits hold; the first row of `TILES` that says so is the one that counts."""
         return (
@@ -79,7 +88,8 @@ class Tile:
             and head_dim_v <= self.head_dim_v
             and seqlen_k <= self.seqlen_k
             and qk_dtype in self.qk_dtypes
-            and causal in self.causals
+            and (causal or window) in self.causals
+            and window in self.windows
             and p_rounding in self.p_roundings
             and p_rounding in P_ROUNDINGS_OF[qk_dtype]
         )
@@ -147,6 +157,7 @@ TILES: Final = (
         head_dim_v=128,
         causals=(True,),
         p_roundings=("code",),
+        windows=(False,),
         seqlen_k=SHORT_KEYS,
         tile_n=128,
         kv_stages=4,
@@ -201,6 +212,17 @@ TILES: Final = (
     Tile(
         head_dim=256,
         head_dim_v=256,
+        windows=(True,),
+        p_roundings=("code",),
+        tile_n=128,
+        pv_part=64,
+        why=f"{_LARGE}, so P V is accumulated 64 columns at a time, each part folded under the product of "
+        "the next; with halves of Q K^T the two ends of a window would spill registers, so it comes in one piece",
+    ),
+    Tile(
+        head_dim=256,
+        head_dim_v=256,
+        windows=(False,),
         p_roundings=("code",),
         tile_n=128,
         qk_splits=2,
@@ -228,7 +250,13 @@ there for comparison, take the same where it compiles without spills.
 
 
 def find_tile(
-    head_dim: int, head_dim_v: int, qk_dtype: str, causal: bool, p_rounding: str, seqlen_k: float = math.inf
+    head_dim: int,
+    head_dim_v: int,
+    qk_dtype: str,
+    causal: bool,
+    p_rounding: str,
+    seqlen_k: float = math.inf,
+    window: bool = False,
 ) -> Tile:
     """The row of `TILES` that serves these properties of a problem; `seqlen_k` by default of a long one.
 
@@ -237,9 +265,9 @@ def find_tile(
     """
     if head_dim in HEAD_DIMS and head_dim_v in HEAD_DIMS:
         for tile in TILES:
-            if tile.serves(head_dim, head_dim_v, qk_dtype, causal, p_rounding, seqlen_k):
+            if tile.serves(head_dim, head_dim_v, qk_dtype, causal, p_rounding, seqlen_k, window):
                 return tile
-    raise KeyError((head_dim, head_dim_v, qk_dtype, causal, p_rounding))
+    raise KeyError((head_dim, head_dim_v, qk_dtype, causal, p_rounding, window))
 
 
 def forward_config(
@@ -252,13 +280,20 @@ def forward_config(
     pack_gqa: int = 1,
     cluster: int = 1,
     seqlen_k: float = math.inf,
+    *,
+    window: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+    sinks: bool = False,
 ) -> FwdConfig:
     """The forward kernel for these properties of a problem; `out_dtype` is "bf16" or "fp16", `seqlen_k` by default
     that of a long one.
 
+    A window takes the tiles of a causal mask; the other features change none.
+
     Raises KeyError where no such kernel exists, see `find_tile`.
     """
-    tile = find_tile(head_dim, head_dim_v, qk_dtype, causal, p_rounding, seqlen_k)
+    tile = find_tile(head_dim, head_dim_v, qk_dtype, causal, p_rounding, seqlen_k, window)
     return FwdConfig(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
@@ -276,6 +311,10 @@ def forward_config(
         pv_part=tile.pv_part,
         pack_gqa=pack_gqa,
         cluster=cluster,
+        window=window,
+        softcap=softcap,
+        alibi=alibi,
+        sinks=sinks,
     )
 
 
@@ -333,6 +372,7 @@ def all_forward_configs() -> list[FwdConfig]:
       attention) with every mask and operand type.
     - Packed GQA, for each class of tiles and the smallest, a middle and the largest group.
     - Short causal sequences, where they have tiles of their own, for each operand type.
+    - Window, softcap, ALiBi and sinks: each by itself, all together with each mask, and in clusters or packed.
 
     Everything else is compiled on first use by the same code.
     """
@@ -358,6 +398,19 @@ def all_forward_configs() -> list[FwdConfig]:
         forward_config(d, d, qk_dtype, True, "code", "bf16", seqlen_k=SHORT_KEYS)
         for d, qk_dtype in itertools.product(TUNED_HEAD_DIMS, QK_DTYPES)
     ]
+    features = ("window", "softcap", "alibi", "sinks")
+    every = dict.fromkeys(features, True)
+    for turn, (d, feature) in enumerate(itertools.product(TUNED_HEAD_DIMS, features)):
+        causal = feature != "window" and bool(turn % 2)
+        some = {feature: True}
+        configs.append(forward_config(d, d, QK_DTYPES[turn // 2 % 2], causal, "code", "bf16", **some))
+    for turn, (d, qk_dtype) in enumerate(itertools.product(TUNED_HEAD_DIMS, QK_DTYPES)):
+        configs.append(forward_config(d, d, qk_dtype, False, "code", "bf16", **every))
+        some, cluster = {**every, "window": False}, 1 if d == 64 else 2
+        configs.append(forward_config(d, d, qk_dtype, bool(turn % 2), "code", "bf16", 1, cluster, **some))
+    configs.append(forward_config(192, 128, "int8", False, "code", "bf16", 8, **every))
+    for p_rounding in ("ex2", "cast"):
+        configs.append(forward_config(128, 128, "e4m3", False, p_rounding, "bf16", **every))
     return list(dict.fromkeys(configs))
 
 
@@ -438,10 +491,20 @@ _CAUSAL_CLUSTER_BLOCKS: Final = 16
 def _equivalent_keys(problem: Problem) -> int:
     """Keys of full self-attention, as many key as query heads, with the same work an element of Q, K, V."""
     queries, keys = problem.seqlen_q, problem.seqlen_k
-    pairs = queries * keys
-    if problem.causal:  # the newest keys are hidden from a triangle of queries
-        corner = min(queries, keys)
-        pairs -= corner * (corner - 1) // 2 + max(queries - keys, 0) * keys
+    left, right = problem.ends
+
+    def keys_before(first: int) -> int:
+        """Sum over queries i of the keys before position i + first."""
+
+        def below(n: int) -> int:  # sum of x, at most `keys`, over 0 < x < n
+            small = max(min(n - 1, keys), 0)
+            return small * (small + 1) // 2 + max(n - 1 - keys, 0) * keys
+
+        return below(first + queries) - below(first)
+
+    shift = keys - queries
+    pairs = queries * keys if right < 0 else keys_before(shift + right + 1)
+    pairs -= 0 if left < 0 else keys_before(shift - left)
     wide, wide_v = problem.head_dim, problem.head_dim_v
     elements = queries * problem.heads_q * wide + keys * problem.heads_k * (wide + wide_v)
     return 3 * pairs * problem.heads_q * (wide + wide_v) // max(2 * elements, 1)
@@ -542,7 +605,7 @@ class Plan:
             "problem": f"batch {problem.batch}, seqlen_q {problem.seqlen_q}, seqlen_k {problem.seqlen_k}, "
             f"heads_q {problem.heads_q}, heads_k {problem.heads_k}, head_dim {problem.head_dim}, "
             + (f"head_dim_v {problem.head_dim_v}, " if problem.head_dim_v != problem.head_dim else "")
-            + f"{'causal' if problem.causal else 'full'}, output {problem.out_dtype}",
+            + f"{'causal' if problem.causal else 'full'}{_described(problem.features)}, output {problem.out_dtype}",
             "recipe": f"{recipe.name}: Q K^T in {recipe.qk_dtype}, P V in e4m3; scales Q {recipe.q_scale}, "
             f"K {k_scale}, V {recipe.v_scale}; rotation {recipe.rotation}; "
             f"{'' if recipe.smooth_k else 'no '}K smoothing; P by {recipe.p_rounding}",
@@ -596,23 +659,47 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
         f"recipe {recipe.name!r} asks for Q K^T in {recipe.qk_dtype} and P by {recipe.p_rounding}",
     ]
 
-    # One row sees every key under the bottom-right mask: the kernel without a mask does the same work.
-    causal = problem.causal and problem.seqlen_q != 1
-    if causal != problem.causal:
+    features = problem.features
+    causal = problem.ends == (-1, 0)
+    window = not causal and problem.ends != (-1, -1)
+    if problem.causal and problem.seqlen_q == 1:
         reasons.append(
             "one query row sees every key: the causal mask hides nothing, so the kernel without one serves"
         )
+    if features.window != (-1, -1) and not window:
+        reasons.append(
+            f"the window {features.window} hides nothing beside the causal mask"
+            if causal
+            else f"the window {features.window} hides no key"
+        )
     key = (problem.head_dim, problem.head_dim_v, recipe.qk_dtype, causal, recipe.p_rounding)
-    tile = find_tile(*key, problem.seqlen_k)
+    tile = find_tile(*key, problem.seqlen_k, window)
     reasons.append(f"tile {tile.tile_m} x {tile.tile_n}: {tile.why}")
+    if window:
+        reasons.append(f"tiles of keys outside the window {problem.ends} are not visited")
+    if features.softcap > 0 or features.alibi:
+        reasons.append("softcap and ALiBi change scores one by one, before P is made of them")
     group = problem.heads_q // problem.heads_k
     pack_gqa, why_pack = _choose_pack_gqa(group, problem.seqlen_q, tile.tile_m)
     if why_pack is not None:
         reasons.append(why_pack)
-    cluster, why_cluster = _choose_cluster(tile, -(-problem.seqlen_q * pack_gqa // tile.tile_m), causal)
-    if why_cluster is not None:
-        reasons.append(why_cluster)
-    config = forward_config(*key, DTYPE_NAMES[problem.out_dtype], pack_gqa, cluster, problem.seqlen_k)
+    cluster = 1
+    if not window:  # whose tiles do not read the same keys
+        blocks = -(-problem.seqlen_q * pack_gqa // tile.tile_m)
+        cluster, why_cluster = _choose_cluster(tile, blocks, causal)
+        if why_cluster is not None:
+            reasons.append(why_cluster)
+    config = forward_config(
+        *key,
+        DTYPE_NAMES[problem.out_dtype],
+        pack_gqa,
+        cluster,
+        problem.seqlen_k,
+        window=window,
+        softcap=features.softcap > 0,
+        alibi=features.alibi,
+        sinks=features.sinks,
+    )
 
     quantiser = None
     if problem.in_dtype is not None:
@@ -646,6 +733,17 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
         smem_bytes=config.smem_bytes,
         work_tiles=tiles,
         problem=problem,
+    )
+
+
+def _described(features: Features) -> str:
+    """Features in the text of a plan, each behind a comma."""
+    window, softcap = features.window, features.softcap
+    return (
+        (f", window {window}" if window != (-1, -1) else "")
+        + (f", softcap {softcap:g}" if softcap else "")
+        + (", ALiBi" if features.alibi else "")
+        + (", sinks" if features.sinks else "")
     )
 
 

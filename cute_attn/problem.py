@@ -6,12 +6,43 @@ A `Problem` holds no tensor, so it can be hashed, cached, and written by hand fo
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from cute_attn.quantize import Fp8Recipe, QuantizedQKV
+
+
+@dataclass(frozen=True)
+class Features:
+    """What is done to scores beside scale and causal mask.
+
+    Attributes:
+        window: (left, right): keys before and behind a query's own position i + seqlen_k - seqlen_q that it sees; -1
+            for all.
+        softcap: where > 0, a score becomes softcap * tanh(score / softcap).
+        alibi: whether slope * |key position - query position| is subtracted, a slope for each head or batch and head.
+        sinks: whether each head has one more logit, without a value.
+    """
+
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
+
+
+NO_FEATURES: Final = Features()
+
+
+def cutting_ends(window: tuple[int, int], seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    """(left, right) of a window, -1 in place of an end that hides no key from any query.
+
+    (-1, 0), the causal mask, hides none from a single query.
+    """
+    left, right = window
+    return -1 if left >= seqlen_k - 1 else left, -1 if right >= seqlen_q - 1 else right
 
 
 @dataclass(frozen=True)
@@ -29,6 +60,7 @@ class Problem:
         causal: key j is visible to query i iff j <= i + seqlen_k - seqlen_q.
         recipe: how Q, K, V and P become 8-bit.
         rotary: rotary embedding of Q and K by the quantiser: "none", "half" or "interleaved".
+        features: what else is done to scores.
         capability: CUDA compute capability of the tensors' device; None for CPU tensors and GPUs of other
             makers.
     """
@@ -46,6 +78,18 @@ class Problem:
     recipe: Fp8Recipe
     capability: tuple[int, int] | None
     rotary: str = "none"
+    features: Features = NO_FEATURES
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """(left, right) of window and causal mask, -1 where the end hides nothing."""
+        left, right = self.features.window
+        return cutting_ends((left, 0 if self.causal else right), self.seqlen_q, self.seqlen_k)
+
+    @property
+    def cutting_features(self) -> Features:
+        """`features` with `ends` for its window."""
+        return replace(self.features, window=self.ends)
 
     @property
     def is_empty(self) -> bool:
@@ -63,6 +107,7 @@ class Problem:
         causal: bool,
         out_dtype: torch.dtype,
         rotary: str = "none",
+        features: Features = NO_FEATURES,
     ) -> Problem:
         """The problem of 16-bit q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_k,
         head_dim) and v (batch, seqlen_k, heads_k, head_dim_v), checked by `validate.check_inputs`.
@@ -82,10 +127,18 @@ class Problem:
             recipe=recipe,
             capability=device_capability(q.device),
             rotary=rotary,
+            features=features,
         )
 
     @classmethod
-    def from_quantized(cls, qkv: QuantizedQKV, *, causal: bool, out_dtype: torch.dtype) -> Problem:
+    def from_quantized(
+        cls,
+        qkv: QuantizedQKV,
+        *,
+        causal: bool,
+        out_dtype: torch.dtype,
+        features: Features = NO_FEATURES,
+    ) -> Problem:
         """The problem of prepared operands, checked by `validate.check_quantized`."""
         batch, seqlen_q, heads_q, head_dim = qkv.q.shape
         return cls(
@@ -101,6 +154,7 @@ class Problem:
             causal=causal,
             recipe=qkv.recipe,
             capability=device_capability(qkv.q.device),
+            features=features,
         )
 
 

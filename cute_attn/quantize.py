@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -76,6 +76,7 @@ __all__ = [
     "to_int8",
     "unpermute_v",
     "walsh_hadamard",
+    "with_positive_scale",
 ]
 
 Q_BLOCK: Final = 128  # query rows that share a scale with q_scale="block"
@@ -283,6 +284,28 @@ def _as_rows(x: Tensor) -> Tensor:
 def _expand_groups(x: Tensor, group: int, length: int) -> Tensor:
     """(..., groups) -> (..., length): each entry repeated `group` times, the last one as often as needed."""
     return x.repeat_interleave(group, dim=-1)[..., :length]
+
+
+def with_positive_scale(qkv: QuantizedQKV, softmax_scale: float) -> tuple[QuantizedQKV, float]:
+    """Operands and a softmax_scale > 0 that give the same attention, exactly.
+
+    The forward takes maxima of products before their scale, so it wants one > 0. The sign goes to the codes of Q, and
+    for a scale of 0 they become 0; codes that are NaN stay. Nothing is copied where softmax_scale is > 0.
+    """
+    if softmax_scale > 0:
+        return qkv, softmax_scale
+    factor = -1.0 if softmax_scale else 0.0
+    if qkv.q.dtype == torch.int8:
+        q = qkv.q * int(factor)
+    else:
+        bits = qkv.q.view(torch.uint8)
+        if factor:
+            bits = bits ^ 0x80
+        else:
+            bits = bits.masked_fill((bits & 0x7F) != 0x7F, 0)
+        q = bits.view(qkv.q.dtype)
+    q_dot = None if qkv.q_dot_mean is None else qkv.q_dot_mean * factor
+    return replace(qkv, q=q, q_dot_mean=q_dot), -softmax_scale or 1.0
 
 
 def permute_v(v8: Tensor) -> Tensor:

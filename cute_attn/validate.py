@@ -245,24 +245,88 @@ def check_causal(causal: object) -> bool:
     return causal
 
 
+def check_number(name: str, x: object, allowed: str) -> float:
+    """A real number as a float. Raises TypeError for anything else, also for a bool or a tensor."""
+    if isinstance(x, (bool, str, Tensor)) or not hasattr(x, "__float__"):
+        raise TypeError(f"{name} is a {type(x).__name__}; allowed: {allowed}")
+    return float(x)
+
+
 def check_softmax_scale(softmax_scale: object, head_dim: int) -> float:
     """The factor of Q K^T as a float; None means 1/sqrt(head_dim).
 
     Raises:
         TypeError: not a real number.
-        ValueError: not finite and > 0, also after conversion to the float32 of the kernel.
+        ValueError: not finite, or neither 0 nor a normal number in float32, also times log2(e).
     """
     if softmax_scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(softmax_scale, (bool, str, Tensor)) or not hasattr(softmax_scale, "__float__"):
-        raise TypeError(f"softmax_scale is a {type(softmax_scale).__name__}; allowed: a float or None")
-    scale = float(softmax_scale)
-    # Kernels take scale * log2(e) in float32; a scale of 0 there would turn a masked -inf into NaN.
-    if not (math.isfinite(scale) and _FLOAT32.tiny <= scale * _LOG2_E <= _FLOAT32.max):
+    scale = check_number("softmax_scale", softmax_scale, "a float or None")
+    # Kernels take scale * log2(e) in float32; one that is 0 only there would turn a masked -inf into NaN.
+    if not (scale == 0.0 or _FLOAT32.tiny <= abs(scale) * _LOG2_E <= _FLOAT32.max):
         raise ValueError(
-            f"softmax_scale is {scale}; allowed: finite and > 0 (a normal number in float32), or None"
+            f"softmax_scale is {scale}; allowed: a finite number, 0 or normal in float32, or None"
         )
     return scale
+
+
+def check_window_size(window_size: object) -> tuple[int, int]:
+    """(left, right) as ints, -1 without an end.
+
+    Raises:
+        TypeError: not a tuple or list of two ints.
+        ValueError: an end below -1.
+    """
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size is {window_size!r}; allowed: a tuple (left, right)")
+    for end in window_size:
+        if isinstance(end, bool) or not isinstance(end, int):
+            raise TypeError(
+                f"window_size is {tuple(window_size)}, with a {type(end).__name__}; allowed: two ints"
+            )
+        if end < -1:
+            raise ValueError(f"window_size is {tuple(window_size)}; allowed: ends >= 0, or -1 for none")
+    left, right = window_size
+    return left, right
+
+
+def check_softcap(softcap: object) -> float:
+    """The bound of scores as a float, 0.0 for none.
+
+    Raises:
+        TypeError: not a real number.
+        ValueError: negative, not finite, or too small or large for float32.
+    """
+    cap = check_number("softcap", softcap, "a float >= 0")
+    if not (cap == 0.0 or _FLOAT32.tiny <= cap <= _FLOAT32.max / 2):
+        raise ValueError(f"softcap is {cap}; allowed: 0 (none), or finite and > 0")
+    return cap
+
+
+def check_side_tensors(
+    batch: int, heads: int, device: torch.device, alibi_slopes: object, sinks: object
+) -> None:
+    """Refuse what is no (heads_q,) or (batch, heads_q) of slopes, or no (heads_q,) of sinks, float32 beside q.
+
+    Raises:
+        TypeError: neither a tensor nor None, or not float32.
+        ValueError: a wrong shape or device.
+    """
+    for name, x, shapes in (
+        ("alibi_slopes", alibi_slopes, ((heads,), (batch, heads))),
+        ("sinks", sinks, ((heads,),)),
+    ):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; allowed: a float32 torch.Tensor or None")
+        if x.dtype != torch.float32:
+            raise TypeError(f"{name} has dtype {x.dtype}; allowed: torch.float32")
+        if tuple(x.shape) not in shapes:
+            allowed = " or ".join(map(str, shapes))
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: {allowed}")
+        if x.device != device:
+            raise ValueError(f"{name} is on device {x.device}; allowed: that of q, {device}")
 
 
 def check_out_dtype(out_dtype: object, default: torch.dtype) -> torch.dtype:

@@ -76,8 +76,20 @@ class _Forward:
     pack_gqa: int
     consumer_regs: int
     producer_regs: int
-    window = False  # no sliding window unless a subclass has one
+    causal: bool
+    window: bool
+    softcap: bool
+    alibi: bool
+    sinks: bool
     varlen = False  # sequences of one length unless a subclass has others
+
+    @property
+    def features(self) -> str:
+        """How names of kernels give the mask and what else is done to scores."""
+        mask = "causal" if self.causal else "window" if self.window else "full"
+        return mask + "".join(
+            f"_{name}" for name in ("softcap", "alibi", "sinks", "varlen") if getattr(self, name)
+        )
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -108,6 +120,12 @@ class _Forward:
             raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
         if self.pack_gqa < 1 or 64 % self.pack_gqa:
             raise ValueError(f"pack_gqa must divide the 64 rows of a warpgroup, got {self.pack_gqa}")
+        if self.window and self.causal:
+            raise ValueError("causal must be False with a window: it is one with right 0")
+        if self.window and self.cluster > 1:
+            raise ValueError(
+                f"cluster must be 1 with a window, got {self.cluster}: its tiles see other key blocks"
+            )
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"shared memory {self.smem_bytes} bytes exceeds {SMEM_LIMIT}")
         regs = WARPGROUP * (self.consumer_regs * self.consumer_warpgroups + self.producer_regs)
@@ -140,6 +158,16 @@ class FwdConfig(_Forward):
     pv_part: int = 256  # columns of the value dimension whose products are issued and folded together
     cluster: int = 1  # CTAs that share every tile of K and V: each loads a part for all
     pack_gqa: int = 1  # query heads of a group whose rows share a tile, those of one query side by side
+    # as in `Fwd16Config`
+    window: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether scores are brought to their unit before the mask, as what is done to them is not linear."""
+        return self.softcap or self.alibi
 
     @property
     def head_dim_padded(self) -> int:
@@ -179,7 +207,6 @@ class FwdConfig(_Forward):
 
     @property
     def name(self) -> str:
-        mask = "causal" if self.causal else "full"
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
         parts = f"_q{self.qk_splits}v{len(self.pv_parts)}"
         parts += "" if self.check_keys == 64 else f"_c{self.check_keys}"
@@ -187,7 +214,7 @@ class FwdConfig(_Forward):
         parts += "" if self.pack_gqa == 1 else f"_g{self.pack_gqa}"
         dims = dims_name(self.head_dim, self.head_dim_v)
         return (
-            f"fwd_sm90_{self.qk_dtype}_{dims}_{mask}_{self.p_rounding}_{self.out_dtype}"
+            f"fwd_sm90_{self.qk_dtype}_{dims}_{self.features}_{self.p_rounding}_{self.out_dtype}"
             f"_m{self.tile_m}n{self.tile_n}k{self.kv_stages}{parts}{regs}"
         )
 
@@ -294,8 +321,6 @@ class Fwd16Config(_Forward):
 
     @property
     def name(self) -> str:
-        mask = "causal" if self.causal else "window" if self.window else "full"
-        mask += "".join(f"_{name}" for name in ("softcap", "alibi", "sinks", "varlen") if getattr(self, name))
         steps = (
             ("o" if self.overlap else "")
             + ("p" if self.pingpong else "")
@@ -307,7 +332,8 @@ class Fwd16Config(_Forward):
             "" if self.pack_gqa == 1 else f"_g{self.pack_gqa}"
         )
         tiles = f"m{self.tile_m}n{self.tile_n}k{self.kv_stages}"
-        return f"fwd_sm90_{self.dtype}_{dims_name(self.head_dim, self.head_dim_v)}_{mask}_{tiles}{steps}{cta}{regs}"
+        dims = dims_name(self.head_dim, self.head_dim_v)
+        return f"fwd_sm90_{self.dtype}_{dims}_{self.features}_{tiles}{steps}{cta}{regs}"
 
     def _tiles(self, q_stages: int) -> int:
         """Bytes with room of its own for O."""
@@ -329,12 +355,6 @@ class Fwd16Config(_Forward):
             raise ValueError(f"tile_n must be a multiple of 16 from 16 to 256, got {self.tile_n}")
         if self.dtype not in ("bf16", "fp16"):
             raise ValueError(f"dtype must be 'bf16' or 'fp16', got {self.dtype!r}")
-        if self.window and self.causal:
-            raise ValueError("causal must be False with a window: it is one with right 0")
-        if self.window and self.cluster > 1:
-            raise ValueError(
-                f"cluster must be 1 with a window, got {self.cluster}: its tiles see other key blocks"
-            )
         if self.varlen and self.cluster > 1:
             raise ValueError(
                 f"cluster must be 1 with varlen, got {self.cluster}: tiles are given out one by one"

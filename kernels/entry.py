@@ -110,6 +110,11 @@ class FwdEntry:
         softmax_scale_log2: Float32,
         sms: Int32,  # SMs of the device
         turn: Int32,  # key heads whose tiles are mixed in the order of work
+        slopes,  # (batch, heads_q) float32 with `alibi`, else None, as what follows
+        sinks,  # (heads_q,) float32 with `sinks`
+        softcap_factor,  # with `softcap`, see policy_fp8.py
+        window_left,  # with `window`
+        window_right,
         stream,
     ):
         batch, seqlen_q, heads_q = o.shape[0], o.shape[1], o.shape[2]
@@ -130,6 +135,11 @@ class FwdEntry:
             softmax_scale_log2,
             sms,
             turn,
+            slopes,
+            sinks,
+            softcap_factor,
+            window_left,
+            window_right,
             stream,
         )
 

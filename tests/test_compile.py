@@ -202,7 +202,8 @@ TRANSPOSE = (
 )
 ATTEND = (
     "plan.forward_config(64, 64, 'e4m3', False, 'ex2', 'fp16')",
-    "[torch.zeros(1, 16, 1, 64).half(), 0, 0, 0, Layout(*[0] * len(Layout._fields)), 0.125, 0.125, 132, 1]",
+    "[torch.zeros(1, 16, 1, 64).half(), 0, 0, 0, Layout(*[0] * len(Layout._fields)), 0.125, 0.125, 132, 1]"
+    " + [None] * 5",
 )
 
 

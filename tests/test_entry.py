@@ -19,6 +19,7 @@ from cute_attn.kernels.config import FwdConfig, QuantizeConfig
 from cute_attn.kernels.entry import FwdEntry, QuantizeEntry
 from cute_attn.kernels.operands import Layout
 from cute_attn.plan import forward_config, quantize_config
+from cute_attn.problem import Features
 from cute_attn.quantize import PRESETS, Fp8Recipe, from_fp8, mean_chunks
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -76,12 +77,14 @@ class FwdProbe(Probe):
 
     @cute.jit
     def __call__(
-        self, q, k, vt, q_scale, k_scale, v_scale, lse_add, o, lse, scale, scale_log2, sms, turn, stream
-    ):
+        self, q, k, vt, q_scale, k_scale, v_scale, lse_add, o, lse, scale, scale_log2, sms, turn,
+        slopes, sinks, softcap_factor, left, right, stream,
+    ):  # fmt: skip
         assert (q.element_type, vt.element_type) == (cutlass.Int8, cutlass.Float8E4M3FN)
         ten = Float32(10.0)  # the scales, which are fractions
         integers = (scale * ten, scale_log2 * ten, sms, turn)
-        self.write((q, k, vt, q_scale, k_scale, v_scale, lse_add, o, lse, *integers))
+        features = () if const_expr(slopes is None) else (slopes, sinks, softcap_factor * ten, left, right)
+        self.write((q, k, vt, q_scale, k_scale, v_scale, lse_add, o, lse, *integers, *features))
 
 
 class QuantizeProbe(Probe):
@@ -127,8 +130,8 @@ def fake(element: Any, rank: int, last: int | None = None) -> Any:
     return make_fake_tensor(element, tuple(shape), strides, memspace=HOST, assumed_align=16)
 
 
-def scalars() -> Any:
-    shape, strides = ((new(), new()) for new in (cute.sym_int32, cute.sym_int64))
+def scalars(rank: int = 2) -> Any:
+    shape, strides = (tuple(new() for _ in range(rank)) for new in (cute.sym_int32, cute.sym_int64))
     return make_fake_tensor(Float32, shape, strides, memspace=HOST, assumed_align=4)
 
 
@@ -150,6 +153,7 @@ def compiled(config: FwdConfig | QuantizeConfig) -> tuple[Callable[..., None], P
             Int32(0),
             Int32(0),
         ]
+        args += [scalars(2), scalars(1), Float32(0), Int32(0), Int32(0)] if config.alibi else [None] * 5
     else:
         probe = QuantizeProbe()
         entry = QuantizeEntry(probe, config)
@@ -301,6 +305,26 @@ def test_the_forward_kernel_reads_operands_of_any_strides(monkeypatch: pytest.Mo
     assert found[4][1:] == ((2, 2, 6), (16, 8, 1)) and found[5][1:] == ((2, 2, 2), (4, 2, 1))
 
 
+def test_features_reach_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slopes of any strides, sinks, the factor of softcap, ends of a window; a negative scale goes to Q."""
+    q, k, v = (x.to(E4M3) for x in inputs((2, 130, 333, 4, 2)))
+    qkv = from_fp8(q, k, v, torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2))
+    every = {"window": True, "softcap": True, "alibi": True, "sinks": True}
+    config = forward_config(64, 64, "int8", False, "code", "bf16", **every)
+    slopes, sinks = torch.zeros(4).expand(2, 4), torch.zeros(8)[::2]
+    found = []
+    for window in ((100, -1), (7, 500)):
+        sink = memory()
+        features = Features(window, 0.5, True, True)
+        forward = launch.Forward((2, 130, 4, 64), k.shape, config, -0.25, q.device, features)
+        monkeypatch.setattr(forward, "new_lse", lambda sink=sink: sink)
+        forward(qkv, slopes, sinks)
+        found.append(compiled(config)[1].read(sink)[9:])
+    # 10 |softmax_scale|, 10 softcap log2(e), SMs, heads in turn, slopes, sinks, 20 |softmax_scale| log2(e) / softcap
+    ahead = [2, 7, 132, 1, seen(slopes), seen(sinks), 14]
+    assert found == [[*ahead, 100, 130], [*ahead, 7, 130]]
+
+
 def test_the_layout_crosses_as_an_object_or_a_tuple() -> None:
     config = forward_config(64, 64, "int8", False, "code", "bf16")
     function, probe = compiled(config)
@@ -308,9 +332,9 @@ def test_the_layout_crosses_as_an_object_or_a_tuple() -> None:
     found = []
     for form in (layout, launch._shape_object(layout)):
         sink = memory()
-        function(out, 1 << 40, sink.data_ptr(), 1 << 41, form, 0.5, 0.5, 132, 1)
+        function(out, 1 << 40, sink.data_ptr(), 1 << 41, form, 0.5, 0.5, 132, 1, *[None] * 5)
         found.append(probe.read(sink)[:7])
     assert found[0] == found[1]
     assert found[0][0] == ((1 << 40) + layout.q, (1, 5, 2, 64), (*layout[3:6], 1))
     with pytest.raises((ValueError, TypeError)):
-        function(out, 0, memory().data_ptr(), 0, layout[:-1], 0.5, 0.5, 132, 1)
+        function(out, 0, memory().data_ptr(), 0, layout[:-1], 0.5, 0.5, 132, 1, *[None] * 5)

@@ -35,12 +35,18 @@ def first_seen_key(limits, r: cutlass.Constexpr, cfg: FwdConfig) -> Int32:
 
 
 @cute.jit
-def sees_keys(limits, r: cutlass.Constexpr, cfg: FwdConfig):
-    """Whether row `r` (0 or 1) of this thread sees any key."""
+def first_key(limits, r: cutlass.Constexpr, cfg: FwdConfig) -> Int32:
+    """Position of the first key that row `r` of this thread sees, if it sees any."""
     first = Int32(0)
     if cutlass.const_expr(cfg.window):
         first = cutlass.max(first_seen_key(limits, r, cfg), 0)
-    return first_hidden_key(limits, r, cfg) > first
+    return first
+
+
+@cute.jit
+def sees_keys(limits, r: cutlass.Constexpr, cfg: FwdConfig):
+    """Whether row `r` (0 or 1) of this thread sees any key."""
+    return first_hidden_key(limits, r, cfg) > first_key(limits, r, cfg)
 
 
 @cute.jit

@@ -8,12 +8,12 @@ Tensors (the natural layouts of the caller; every stride is dynamic, the last on
     k        (batch, seqlen_k, heads_k, head_dim)   as q
     o        (batch, seqlen_q, heads_q, head_dim_v) bf16 or fp16
     lse      (batch, heads_q, seqlen_q)             float32
+    slopes   (batch, heads_q)                       float32, of ALiBi; may be expanded, read only by its configurations
+    sinks    (heads_q,)                             float32, likewise
 
 and of 16 bits
 
     v        (batch, seqlen_k, heads_k, head_dim_v) as q
-    slopes   (batch, heads_q)                       float32, of ALiBi; may be expanded, read only by its configurations
-    sinks    (heads_q,)                             float32, likewise
 
 of 8 bits
 
@@ -566,7 +566,7 @@ class FwdSm90:
         """
         cfg, g = self.cfg, self.cfg.pack_gqa
         lse = cute.make_rmem_tensor(2, Float32)
-        self.policy.finish(out, state, limits, softmax_scale_log2, side, row0, head, lse)
+        self.policy.finish(out, state, limits, softmax_scale_log2, side, row0, head, batch, lse)
         if cute.arch.lane_idx() % 4 == 0:  # the four lanes of a row hold the same value
             for r in cutlass.range_constexpr(2):
                 row = row0 + ROW_STEP * r
@@ -637,10 +637,17 @@ class Fwd8bitSm90(FwdSm90):
         softmax_scale_log2: Float32,
         sms: Int32,
         turn: Int32,
+        slopes,
+        sinks,
+        softcap_factor,
+        window_left,
+        window_right,
         stream,
     ):
+        """Arguments from slopes on are None where the configuration has no use for them."""
         vt = cute.make_tensor(vt.iterator, cute.select(vt.layout, [2, 3, 1, 0]))  # (d, s, h, b)
         side = (*[heads_last(t) for t in (q_scale, k_scale, v_scale, lse_add)], softmax_scale)
+        side = (*side, slopes, sinks, softcap_factor, window_left, window_right)
         self.launch(q, k, vt, side, o, lse, softmax_scale_log2, sms, turn, stream)
 
 

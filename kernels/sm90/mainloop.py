@@ -68,7 +68,7 @@ class Mainloop:
         self.cfg = cfg
         self.policy = policy
         # Q is released under the last step: where it has one stage, that of the next tile comes in time
-        self.q_early = isinstance(cfg, FwdConfig) and cfg.q_stages == 1
+        self.q_early = isinstance(cfg, FwdConfig) and cfg.q_stages == 1 and not cfg.window
         # CTAs that a load of K or V goes to
         self.receivers = None if cfg.cluster == 1 else cutlass.Int16((1 << cfg.cluster) - 1)
 
@@ -215,7 +215,7 @@ class Mainloop8bit(Mainloop):
         cfg, policy = self.cfg, self.policy
         pipe_q, pipe_k, pipe_v = pipes[:3]
         q_frag, k_frag, v_frags = frags
-        q_scale, k_scales, v_scales = scales
+        q_scale, k_scales, v_scales = scales[:3]
         state, limits = softmax_state
         k_scale, v_scale = self.tile_scales(masking, n, k_scales, v_scales)  # the loads land under Q K^T
         scores = policy.new_scores()
@@ -232,6 +232,8 @@ class Mainloop8bit(Mainloop):
                         pipe_q.consumer_release(state_q)  # likewise Q, under the rest of the last step
             s = scores[part]
             policy.to_float(s)
+            if const_expr(cfg.adjusts):
+                policy.adjust(part, s, n, k_scale, scales, limits)
             if const_expr(masking):
                 column0 = n * cfg.tile_n + part * policy.part_keys + cute.arch.lane_idx() % 4 * 2
                 mask_scores(rows(s), limits, column0, cfg)
@@ -260,24 +262,32 @@ class Mainloop8bit(Mainloop):
     def consume(self, frags, scales, softmax_state, out, pipes, states, key_blocks):
         """All key tiles of one work tile, from the highest keys down.
 
-        frags (Q, K, V parts), scales (q_scale (2,), k_scale (groups,), v_scale (groups,)), softmax_state
-        (the policy's state, limits of the mask), out: FP32 accumulators, updated in place. pipes are those of Q, K, V,
-        states the consumer's of Q and of K and V, key_blocks see scheduler.py. Returns the states.
+        frags (Q, K, V parts), scales (q_scale (2,), k_scale (groups,), v_scale (groups,), and what else
+        `Fp8Policy.tile_inputs` returns), softmax_state (the policy's state, limits of the mask), out: FP32
+        accumulators, updated in place. pipes are those of Q, K, V, states the consumer's of Q and of K and V,
+        key_blocks see scheduler.py. Returns the states.
         """
         state_q, _ = states
         p = self.policy.new_p()
         frags, stage, blocks = self.begin(frags, pipes, states, key_blocks)
-        masked = key_blocks[2]
+        _, _, masked, plain_end, last = key_blocks
+        if const_expr(not self.cfg.window):
+            plain_end = blocks
         state, _ = softmax_state
         state[3][0] = scales[2][((blocks - 1) * self.cfg.tile_n) >> V_SCALE_SHIFT]
         for j in cutlass.range(masked, unroll=1):
             stage = self.step(
                 True, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, state_q, stage
             )
-        for j in cutlass.range(masked, blocks, unroll=1):
+        for j in cutlass.range(masked, plain_end, unroll=1):
             stage = self.step(
                 False, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, state_q, stage
             )
+        if const_expr(self.cfg.window):
+            for j in cutlass.range(plain_end, blocks - last, unroll=1):
+                stage = self.step(
+                    True, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, state_q, stage
+                )
         return self.end(pipes, (state_q, stage))
 
 

@@ -34,6 +34,7 @@ from cutlass.cute.nvgpu import warpgroup as wg
 
 from ..common.floats import product_rn
 from ..common.mask import ROW_STEP, sees_keys
+from ..common.scores import subtract_distance, tanh_of
 from ..config import Fwd16Config
 from .operands import ELEMENTS, column_major_atom, opaque_zero, row_max, rows
 
@@ -193,20 +194,14 @@ class Policy16bit:
     def adjust(self, acc: cute.Tensor, n: Int32, inputs):
         """Softcap and ALiBi of key tile n, in place."""
         s = rows(acc)
-        columns = cute.size(s, mode=[1])
         if const_expr(self.cfg.softcap):
             for r in cutlass.range_constexpr(2):
-                for i in cutlass.range_constexpr(columns):
-                    # tanh(x) = 1 - 2 / (1 + e^2x): the hardware's tanh is 11 bits, which softcap would multiply
-                    grown = cute.math.exp2(s[r, i] * inputs[1], fastmath=True)
-                    s[r, i] = Float32(1.0) - Float32(2.0) * cute.arch.rcp_approx(grown + Float32(1.0))
+                for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
+                    s[r, i] = tanh_of(s[r, i] * inputs[1])
         if const_expr(self.cfg.alibi):
             column0 = (n * self.cfg.tile_n + cute.arch.lane_idx() % 4 * 2).to(Float32)
-            for r in cutlass.range_constexpr(2):
-                slope, distance = inputs[2][r], column0 - inputs[3][r]
-                for i in cutlass.range_constexpr(columns):
-                    here = distance + Float32(8 * (i // 2) + i % 2)
-                    s[r, i] = s[r, i] - slope * cute.arch.fmax(here, -here)
+            position = inputs[3]
+            subtract_distance(s, inputs[2], (column0 - position[0], column0 - position[1]))
 
     @cute.jit
     def softmax(self, masking: cutlass.Constexpr, acc: cute.Tensor, state, scale: Float32):
@@ -288,6 +283,7 @@ class Policy16bit:
         side,
         row0: Int32,
         head: Int32,
+        batch: Int32,
         lse: cute.Tensor,
     ):
         """Divide by the row sum; lse (2,) in natural log. A row without keys gives 0, and -inf or its sink."""

@@ -20,6 +20,15 @@ reference of the tiles before, and one maximum over packed pairs tells whether a
 then, and for a row's first keys, a slow path moves the reference. The maximum over every element, its shuffles, and
 the wait for them disappear from the common path (FlashAttention-4 skips only the rescale).
 
+With softcap or ALiBi (`adjust`) S is made a score before the mask, and s is 1 in the above. Softcap:
+
+    S <- softcap * log2(e) * tanh(x)      x = (S_ij * q_scale_i * k_scale_g + q_i . mean key) * softmax_scale / softcap
+
+for which the kernel's `softmax_scale_log2` is softcap * log2(e) and its `softcap_factor`, on the way to e^2x,
+2 * log2(e) * softmax_scale / softcap. Smoothed keys lack the share of the mean key. Without softcap it is the same for
+all keys of a row, so only lse wants it, and sinks, which are compared with whole scores. ALiBi subtracts
+slope * |distance| * log2(e). A sink is one more score of its row, whose P counts in l alone.
+
 P by exp2 (`softmax_ex2`), as in the papers: row maximum of every tile, exp2, conversion; "cast" is the same without
 the lift, the naive way.
 
@@ -40,7 +49,8 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wg
 
 from ..common.floats import product_rn
-from ..common.mask import ROW_STEP, first_hidden_key
+from ..common.mask import ROW_STEP, first_hidden_key, first_key
+from ..common.scores import subtract_distance, tanh_of
 from ..config import (
     CODE_BIAS,
     CODE_LSE_BIAS,
@@ -58,6 +68,7 @@ from .operands import opaque_zero, row_major_atom, row_max, rows
 
 F8 = cutlass.Float8E4M3FN
 
+LOG2_E = math.log2(math.e)
 ROUND_MAGIC = 12582912.0  # 1.5 * 2^23: added and subtracted, it rounds to an integer below ROUND_LIMIT
 GUARD_SET = 0x7F817F81  # added to a pair of codes, carries into a half's top bit iff its code is above 126
 GUARD_UNSET = -0x7FFF8000  # 0x80008000: always
@@ -125,8 +136,8 @@ class Fp8Policy:
         return cute.make_tiled_mma(cute.make_mma_atom(op), (self.cfg.consumer_warpgroups, 1, 1))
 
     def window(self, side):
-        """There is no sliding window."""
-        return ()
+        """(left, right): keys before and behind a query's own position that it sees; () without a window."""
+        return (side[8], side[9]) if self.cfg.window else ()
 
     def one_warpgroup(self, n: int) -> cute.TiledMma:
         """A product of 64 rows and n columns, for its accumulator's layout."""
@@ -172,19 +183,44 @@ class Fp8Policy:
         seqlen_q: Int32,
         seqlen_k: Int32,
     ):
-        """Scales of a work tile: of this thread's two rows of Q, with all that multiplies a score; of K; of V.
+        """What the softmax of a work tile reads: (scales of this thread's two rows of Q, with all that multiplies a
+        score; scales of K; of V), and with softcap or ALiBi what `adjust` wants.
 
-        side is (q_scale, k_scale, v_scale, lse_add, softmax_scale), each tensor (rows or groups, heads, batch).
+        side is (q_scale, k_scale, v_scale, lse_add, softmax_scale, slopes, sinks, softcap_factor, window_left,
+        window_right), each of the first four (rows or groups, heads, batch). What a configuration has no use for is
+        None.
         """
-        m_q_scale, m_k_scale, m_v_scale, _, _ = side
-        g = self.cfg.pack_gqa
+        m_q_scale, m_k_scale, m_v_scale, _, _, m_slopes, _, softcap_factor, _, _ = side
+        cfg, g = self.cfg, self.cfg.pack_gqa
         q_scale = cute.make_rmem_tensor(2, Float32)
         for i in cutlass.range_constexpr(2):
             row = row0 + ROW_STEP * i
             query = cutlass.min(row // g, seqlen_q - 1)
-            scale = m_q_scale[query, head * g + row % g, batch] * softmax_scale_log2
-            q_scale[i] = scale * Float32(self.score_unit)
-        return q_scale, m_k_scale[None, head_k, batch], m_v_scale[None, head_k, batch]
+            if const_expr(cfg.softcap):
+                q_scale[i] = m_q_scale[query, head * g + row % g, batch] * softcap_factor
+            else:
+                scale = m_q_scale[query, head * g + row % g, batch] * softmax_scale_log2
+                q_scale[i] = scale * Float32(self.score_unit)
+        inputs = (q_scale, m_k_scale[None, head_k, batch], m_v_scale[None, head_k, batch])
+        if const_expr(cfg.softcap):
+            constant = cute.make_rmem_tensor(2, Float32)
+            for i in cutlass.range_constexpr(2):
+                constant[i] = self.of_mean(side, row0 + ROW_STEP * i, head, batch) * softcap_factor
+            inputs = (*inputs, softmax_scale_log2 * Float32(self.score_unit), constant)
+        if const_expr(cfg.alibi):
+            slope = cute.make_rmem_tensor(2 if ROW_STEP % g else 1, Float32)  # or both rows are of one head
+            for i in cutlass.range_constexpr(cute.size(slope)):
+                row = row0 + ROW_STEP * i
+                slope[i] = m_slopes[batch, head * g + row % g] * Float32(LOG2_E * self.score_unit)
+            inputs = (*inputs, slope)
+        return inputs
+
+    @cute.jit
+    def of_mean(self, side, row: Int32, head: Int32, batch: Int32) -> Float32:
+        """q . mean key of a row of the tile, 0 where K was not smoothed."""
+        m_lse_add, g = side[3], self.cfg.pack_gqa
+        query = cutlass.min(row // g, m_lse_add.shape[0] - 1)
+        return m_lse_add[query, head * g + row % g, batch]
 
     def v_fragments(self, sv: cute.Tensor, tid: Int32) -> list:
         """B fragments of V^T for each part: sv is (head_dim_v + SUM_ROWS, tile_n, kv_stages) in shared memory.
@@ -326,6 +362,33 @@ class Fp8Policy:
     # -- softmax ----------------------------------------------------------------------------------------------
 
     @cute.jit
+    def adjust(
+        self, part: cutlass.Constexpr, acc: cute.Tensor, n: Int32, k_scale: cute.Tensor, inputs, limits
+    ):
+        """With softcap or ALiBi: accumulator of one part of key tile n -> scores in the unit of the softmax, in place.
+
+        k_scale  (tile_n / 64,);  inputs  of `tile_inputs`;  limits  see `first_hidden_key`
+        """
+        q_scale = inputs[0]
+        s = rows(acc)
+        per_group = K_SCALE_GROUP // 4  # columns of a K scale group in one thread
+        groups = self.part_keys // K_SCALE_GROUP
+        for r in cutlass.range_constexpr(2):
+            for g in cutlass.range_constexpr(groups):
+                factor = q_scale[r] * k_scale[part * groups + g]
+                for i in cutlass.range_constexpr(g * per_group, (g + 1) * per_group):
+                    if const_expr(self.cfg.softcap):
+                        s[r, i] = product_rn(inputs[3], tanh_of(s[r, i] * factor + inputs[4][r]))
+                    else:
+                        s[r, i] = s[r, i] * factor
+        if const_expr(self.cfg.alibi):
+            slope = inputs[len(inputs) - 1]
+            column0 = n * self.cfg.tile_n + part * self.part_keys + cute.arch.lane_idx() % 4 * 2
+            ahead = (column0 - (limits[0] - 1)).to(Float32)  # of the query of the first row
+            step = Float32(ROW_STEP // self.cfg.pack_gqa)
+            subtract_distance(s, (slope[0], slope[cute.size(slope) - 1]), (ahead, ahead - step))
+
+    @cute.jit
     def softmax_ex2(self, acc: cute.Tensor, state, q_scale: cute.Tensor, k_scale: cute.Tensor):
         """Scores -> P in place (float32, not yet rounded); updates reference and rescale factor of each row.
 
@@ -342,9 +405,10 @@ class Fp8Policy:
             for g in cutlass.range_constexpr(groups):
                 factor = self.factor(q_scale[r], k_scale[g])
                 for i in cutlass.range_constexpr(g * per_group, (g + 1) * per_group):
-                    # not fused with the subtraction below: the largest must meet its own rounding there, or huge
-                    # logits miss it by whole octaves
-                    s[r, i] = product_rn(s[r, i], factor)
+                    if const_expr(not self.cfg.adjusts):  # else `adjust` has done it
+                        # not fused with the subtraction below: the largest must meet its own rounding there, or huge
+                        # logits miss it by whole octaves
+                        s[r, i] = product_rn(s[r, i], factor)
                     tile_max = cute.arch.fmax(tile_max, s[r, i])
             tile_max = self.integral(row_max(tile_max))
             new = cute.arch.fmax(reference[r], tile_max)
@@ -394,7 +458,10 @@ class Fp8Policy:
                 factor = self.factor(q_scale[r], k_scale[keys_before // K_SCALE_GROUP])
                 offset = shift[r]
                 for i in cutlass.range_constexpr(c * columns, (c + 1) * columns):
-                    s[r, i] = s[r, i] * factor + offset
+                    if const_expr(self.cfg.adjusts):
+                        s[r, i] = s[r, i] + offset  # `adjust` has multiplied
+                    else:
+                        s[r, i] = s[r, i] * factor + offset
             top = self.pack_columns(c * columns, keys_before // 4, s, pairs)
             over = ((top + Uint32(guard[0])) & Uint32(GUARD_BITS & 0xFFFFFFFF)) != Uint32(0)
             if cute.arch.vote_any_sync(over):
@@ -526,34 +593,64 @@ class Fp8Policy:
         side,
         row0: Int32,
         head: Int32,
+        batch: Int32,
         lse: cute.Tensor,
     ):
-        """Divide by the row sum, apply the last V scale; lse (2,) in natural log.
+        """Divide by the row sum, apply the last V scale; lse (2,) in natural log, without the share of the mean key.
 
-        A row without keys gives 0 and -inf. One with keys whose sum is 0 has left float32's range: NaN, not 0.
+        A row without keys gives 0, and -inf or its sink. One with keys whose sum is 0 has left float32's range: NaN,
+        not 0.
         """
         reference, _, _, v_scale = state
         last = rows(out[len(out) - 1])
         for r in cutlass.range_constexpr(2):
             total = last[r, self.sum_column]  # held by lanes with lane % 4 == 0
             total = cute.arch.shuffle_sync(total, offset=cute.arch.lane_idx() // 4 * 4)
-            empty = first_hidden_key(limits, r, self.cfg) <= 0
+            empty = first_hidden_key(limits, r, self.cfg) <= first_key(limits, r, self.cfg)
             inverse = v_scale[0] * cute.arch.rcp_approx(total)  # 0 * inf below: NaN
             ref = reference[r]
             if const_expr(self.code):
                 ref = (Float32(CODE_BIAS) - ref * Float32(1.0 / CODE_UNIT)) * Float32(0.125)
-            log2_sum = ref + cute.math.log2(total, fastmath=True) - Float32(self.lift)
-            value = log2_sum * Float32(math.log(2.0)) - Float32(self.lse_bias)
-            value = Float32.nan if total == Float32(0.0) else value
-            lse[r] = -Float32.inf if empty else value
+            if const_expr(self.cfg.sinks):
+                total = Float32.nan if total == Float32(0.0) else total
+                total = Float32(0.0) if empty else total
+                ref = -Float32.inf if empty else ref - Float32(self.lift)
+                sink = self.sink(side, row0 + ROW_STEP * r, head, batch, empty)
+                top = cute.arch.fmax(ref, sink, nan=True)
+                top = Float32(0.0) if top == -Float32.inf else top  # a sink of -inf takes no share
+                factor = cute.math.exp2(ref - top, fastmath=True)
+                total = total * factor + cute.math.exp2(sink - top, fastmath=True)
+                inverse = v_scale[0] * factor * cute.arch.rcp_approx(total)
+                log2_sum = top + cute.math.log2(total, fastmath=True)
+                lse[r] = log2_sum * Float32(math.log(2.0)) - Float32(self.lse_bias)
+            else:
+                log2_sum = ref + cute.math.log2(total, fastmath=True) - Float32(self.lift)
+                value = log2_sum * Float32(math.log(2.0)) - Float32(self.lse_bias)
+                value = Float32.nan if total == Float32(0.0) else value
+                lse[r] = -Float32.inf if empty else value
             for part in cutlass.range_constexpr(len(out)):
                 o = rows(out[part])
                 for i in cutlass.range_constexpr(self.cfg.pv_parts[part] // 4):
                     o[r, i] = Float32(0.0) if empty else o[r, i] * inverse
 
     @cute.jit
-    def final_lse(self, lse: Float32, sees_keys, side, query: Int32, head_q: Int32, batch: Int32) -> Float32:
-        """lse with K smoothing's share, which may be NaN; that of a row without keys stays -inf."""
-        _, _, _, m_lse_add, softmax_scale = side
-        shifted = lse + softmax_scale * m_lse_add[query, head_q, batch]
-        return shifted if sees_keys else lse
+    def sink(self, side, row: Int32, head: Int32, batch: Int32, empty) -> Float32:
+        """The sink of a row as a reference, in octaves: of the sums of rounded P, and beside scores as they are here.
+
+        That of a row without keys is the sink itself, but for what `finish` takes off.
+        """
+        softmax_scale, sinks, g = side[4], side[6], self.cfg.pack_gqa
+        sink = sinks[head * g + row % g] + Float32(self.lse_bias)
+        if const_expr(not self.cfg.softcap):  # scores lack the share of the mean key
+            share = softmax_scale * self.of_mean(side, row, head, batch)
+            sink = sink if empty else sink - share
+        return sink * Float32(LOG2_E)
+
+    @cute.jit
+    def final_lse(self, lse: Float32, seen, side, query: Int32, head_q: Int32, batch: Int32) -> Float32:
+        """lse with K smoothing's share, which may be NaN; that of a row without keys stays as it is."""
+        m_lse_add, softmax_scale = side[3], side[4]
+        shifted = lse
+        if const_expr(not self.cfg.softcap):  # else scores have it
+            shifted = lse + softmax_scale * m_lse_add[query, head_q, batch]
+        return shifted if seen else lse
