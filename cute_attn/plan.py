@@ -70,7 +70,13 @@ class Tile:
     cluster: int = 1  # where a head has tiles enough, see `_choose_cluster`
 
     def serves(
-        self, head_dim: int, head_dim_v: int, qk_dtype: str, causal: bool, p_rounding: str, window: bool
+        self,
+        head_dim: int,
+        head_dim_v: int,
+        qk_dtype: str,
+        causal: bool,
+        p_rounding: str,
+        window: bool = False,
     ) -> bool:
         """Whether its limits hold; the first row of `TILES` that says so is the one that counts."""
         return (

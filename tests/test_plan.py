@@ -94,18 +94,20 @@ def test_print_the_tile_table() -> None:
 def test_every_pair_of_head_dims_has_a_kernel_that_can_be_built() -> None:
     """The first row that is wide enough serves, and no row is in vain."""
     used: dict[plan.Tile, int] = {}
-    for (head_dim, head_dim_v), key in itertools.product(PAIRS, KEYS):
-        config = plan.forward_config(head_dim, head_dim_v, *key, "bf16")
+    for (head_dim, head_dim_v), key, window in itertools.product(PAIRS, KEYS, (False, True)):
+        if window and key[1]:
+            continue  # a window is not causal
+        config = plan.forward_config(head_dim, head_dim_v, *key, "bf16", window=window)
         config.check()
         assert sum(config.pv_parts) == head_dim_v
-        tile = plan.find_tile(head_dim, head_dim_v, *key)
+        tile = plan.find_tile(head_dim, head_dim_v, *key, window)
         used[tile] = used.get(tile, 0) + 1
         wide_enough = [
             other
             for other in plan.TILES
             if other.head_dim >= head_dim
             and other.head_dim_v >= head_dim_v
-            and other.serves(other.head_dim, other.head_dim_v, *key)
+            and other.serves(other.head_dim, other.head_dim_v, *key, window)
         ]
         assert tile == wide_enough[0]
         # Rows of one key are ordered by what they cost: no later one would have been smaller.
@@ -154,7 +156,8 @@ def test_every_choice_of_a_row_reaches_the_kernel() -> None:
     }
     chosen -= {"head_dim", "head_dim_v", "cluster"}  # the largest that the row serves, not a choice
     keys = {"head_dim", "head_dim_v", "qk_dtype", "causal", "p_rounding", "out_dtype", "pack_gqa", "cluster"}
-    assert chosen | keys == {field.name for field in dataclasses.fields(FwdConfig)}
+    features = {"window", "softcap", "alibi", "sinks"}
+    assert chosen | keys | features == {field.name for field in dataclasses.fields(FwdConfig)}
     for pair, key in itertools.product(PAIRS, KEYS):
         tile = plan.find_tile(*pair, *key)
         config = plan.forward_config(*pair, *key, "fp16", pack_gqa=4, cluster=2)
