@@ -80,7 +80,7 @@ class Tile:
         causal: bool,
         p_rounding: str,
         seqlen_k: float,
-        window: bool,
+        window: bool = False,
     ) -> bool:
         """Whether its limits hold; the first row of `TILES` that says so is the one that counts."""
         return (

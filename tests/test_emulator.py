@@ -802,10 +802,11 @@ def test_matmuls_are_true_float32_and_settings_restored(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("softmax_scale", 0.0),
-        ("softmax_scale", -1.0),
         ("softmax_scale", math.nan),
         ("softmax_scale", math.inf),
+        ("softcap", -1.0),
+        ("softcap", math.inf),
+        ("window", (-2, 0)),
         ("tile_n", 96),
         ("check_keys", 16),
         ("tile_m", 0),
@@ -815,7 +816,7 @@ def test_matmuls_are_true_float32_and_settings_restored(monkeypatch: pytest.Monk
     ],
 )
 def test_bad_arguments_are_named(argument: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{argument} is .*; allowed: "):
+    with pytest.raises(ValueError, match=f"^{argument} is .*; allowed: "):
         emulate_forward(make("fp8", seqlen_q=2, seqlen_k=2), **{argument: value})  # type: ignore[arg-type]
 
 

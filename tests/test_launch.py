@@ -195,7 +195,11 @@ def test_arguments_of_a_call(recipe: Fp8Recipe, default: torch.dtype, compiled: 
     assert o is out and (tuple(out.shape), out.dtype) == ((2, 130, 4, 64), BF16)
     assert (tuple(lse.shape), lse.dtype, lse_at) == ((2, 4, 130), torch.float32, lse.data_ptr())
     assert base == base_again and Layout(*layout) == Layout(*layout_again)
-    assert (scale, log2, order) == (0.125, pytest.approx(0.125 * 1.4426950408889634), [132, 1])
+    assert (scale, log2, order) == (
+        0.125,
+        pytest.approx(0.125 * 1.4426950408889634),
+        [132, 1, *[None] * 5],  # no slopes, sinks, softcap, window
+    )
     at = Layout(*layout)
     if recipe.smooth_k:
         assert lse_add == base + at.q_dot and (at.q_dot_batch, at.q_dot_head, at.q_dot_row) == (520, 130, 1)
@@ -363,7 +367,12 @@ def test_operands_by_address_and_strides(compiled: Compiled) -> None:
     out, lse = attend(qkv)
     o, base, lse_at, lse_add, layout, scale, _, *order = compiled.calls[0]
     at = Layout(*layout)
-    assert o is out and base == 0 and lse_at == lse.data_ptr() and (scale, order) == (0.25, [132, 1])
+    assert (
+        o is out
+        and base == 0
+        and lse_at == lse.data_ptr()
+        and (scale, order) == (0.25, [132, 1, *[None] * 5])
+    )
     assert lse_add == launch._zero(out.device).data_ptr()
     assert (at.seqlen_k, at.heads_k) == (333, 2)
     assert (at.q, at.q_batch, at.q_row, at.q_head) == (qkv.q.data_ptr(), *qkv.q.stride()[:3])

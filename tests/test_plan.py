@@ -98,18 +98,23 @@ def test_print_the_tile_table() -> None:
 def test_every_pair_of_head_dims_has_a_kernel_that_can_be_built() -> None:
     """The first row that is wide enough serves, and no row is in vain."""
     used: dict[plan.Tile, int] = {}
-    for (head_dim, head_dim_v), key, seqlen_k in itertools.product(PAIRS, KEYS, (1, 1024, 1025, math.inf)):
-        config = plan.forward_config(head_dim, head_dim_v, *key, "bf16", seqlen_k=seqlen_k)
+    lengths = (1, 1024, 1025, math.inf)
+    for (head_dim, head_dim_v), key, window, seqlen_k in itertools.product(
+        PAIRS, KEYS, (False, True), lengths
+    ):
+        if window and key[1]:
+            continue  # a window is not causal
+        config = plan.forward_config(head_dim, head_dim_v, *key, "bf16", seqlen_k=seqlen_k, window=window)
         config.check()
         assert sum(config.pv_parts) == head_dim_v
-        tile = plan.find_tile(head_dim, head_dim_v, *key, seqlen_k)
+        tile = plan.find_tile(head_dim, head_dim_v, *key, seqlen_k, window)
         used[tile] = used.get(tile, 0) + 1
         wide_enough = [
             other
             for other in plan.TILES
             if other.head_dim >= head_dim
             and other.head_dim_v >= head_dim_v
-            and other.serves(other.head_dim, other.head_dim_v, *key, seqlen_k)
+            and other.serves(other.head_dim, other.head_dim_v, *key, seqlen_k, window)
         ]
         assert tile == wide_enough[0]
         # Rows of one key are ordered by what they cost, that for short sequences apart: no later one would have
@@ -159,7 +164,8 @@ def test_every_choice_of_a_row_reaches_the_kernel() -> None:
     }
     chosen -= {"head_dim", "head_dim_v", "cluster"}  # the largest that the row serves, not a choice
     keys = {"head_dim", "head_dim_v", "qk_dtype", "causal", "p_rounding", "out_dtype", "pack_gqa", "cluster"}
-    assert chosen | keys == {field.name for field in dataclasses.fields(FwdConfig)}
+    features = {"window", "softcap", "alibi", "sinks"}
+    assert chosen | keys | features == {field.name for field in dataclasses.fields(FwdConfig)}
     for pair, key in itertools.product(PAIRS, KEYS):
         tile = plan.find_tile(*pair, *key)
         config = plan.forward_config(*pair, *key, "fp16", pack_gqa=4, cluster=2)
@@ -227,7 +233,7 @@ def test_configs_are_distinct_and_valid() -> None:
 def test_checked_kernels_are_a_sample_of_all() -> None:
     """Each head_dim by itself; each tile row, mask, operand type, rounding; packing in each class."""
     forward = plan.all_forward_configs()
-    assert 80 <= len(forward) <= 120, "a test run compiles them all"
+    assert 80 <= len(forward) <= 140, "a test run compiles them all"
     assert {config.head_dim for config in forward if config.head_dim == config.head_dim_v} == set(HEAD_DIMS)
     tuned = {(d, *key) for d in plan.TUNED_HEAD_DIMS for key in KEYS}
     assert tuned <= {
