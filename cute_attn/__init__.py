@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from cute_attn.api import explain, flash_attn_fp8_func, fp8_attention, fp8_attention_quantized, quantize
+    from cute_attn.dispatch import AttentionLog
     from cute_attn.flash import (
         flash_attn_func,
         flash_attn_kernel,
@@ -20,15 +21,26 @@ if TYPE_CHECKING:
         flash_attn_qkvpacked_func,
     )
     from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV
+    from cute_attn.torch_sdpa import (
+        SdpaPlan,
+        explain_sdpa,
+        register_flash_attention_impl,
+        sdpa,
+        sdpa_log,
+        sdpa_region,
+    )
 
     __version__: str
 
 __all__ = [
     "PRESETS",
+    "AttentionLog",
     "Fp8Recipe",
     "QuantizedQKV",
+    "SdpaPlan",
     "__version__",
     "explain",
+    "explain_sdpa",
     "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_kernel",
@@ -37,13 +49,20 @@ __all__ = [
     "fp8_attention",
     "fp8_attention_quantized",
     "quantize",
+    "register_flash_attention_impl",
+    "sdpa",
+    "sdpa_log",
+    "sdpa_region",
 ]
 
 _HOME: Final = {
     "PRESETS": "cute_attn.quantize",
+    "AttentionLog": "cute_attn.dispatch",
     "Fp8Recipe": "cute_attn.quantize",
     "QuantizedQKV": "cute_attn.quantize",
+    "SdpaPlan": "cute_attn.torch_sdpa",
     "explain": "cute_attn.api",
+    "explain_sdpa": "cute_attn.torch_sdpa",
     "flash_attn_fp8_func": "cute_attn.api",
     "flash_attn_func": "cute_attn.flash",
     "flash_attn_kernel": "cute_attn.flash",
@@ -51,6 +70,10 @@ _HOME: Final = {
     "flash_attn_qkvpacked_func": "cute_attn.flash",
     "fp8_attention": "cute_attn.api",
     "fp8_attention_quantized": "cute_attn.api",
+    "register_flash_attention_impl": "cute_attn.torch_sdpa",
+    "sdpa": "cute_attn.torch_sdpa",
+    "sdpa_log": "cute_attn.torch_sdpa",
+    "sdpa_region": "cute_attn.torch_sdpa",
 }
 
 
