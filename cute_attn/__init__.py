@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         flash_attn_kvpacked_func,
         flash_attn_qkvpacked_func,
     )
+    from cute_attn.policy import LayerPolicy
     from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV
     from cute_attn.torch_sdpa import (
         SdpaPlan,
@@ -36,6 +37,7 @@ __all__ = [
     "PRESETS",
     "AttentionLog",
     "Fp8Recipe",
+    "LayerPolicy",
     "QuantizedQKV",
     "SdpaPlan",
     "__version__",
@@ -59,6 +61,7 @@ _HOME: Final = {
     "PRESETS": "cute_attn.quantize",
     "AttentionLog": "cute_attn.dispatch",
     "Fp8Recipe": "cute_attn.quantize",
+    "LayerPolicy": "cute_attn.policy",
     "QuantizedQKV": "cute_attn.quantize",
     "SdpaPlan": "cute_attn.torch_sdpa",
     "explain": "cute_attn.api",

@@ -168,6 +168,38 @@ def choose(
     Raises:
         ValueError: backend "sm90" and q is not on a Hopper GPU.
     """
+    described = signature(q, k, v, sinks)
+    options = (precision, backend, causal, type(causal), softmax_scale, type(softmax_scale), window, softcap)
+    if described is None:
+        return _choose(q, k, v, precision, backend, causal, softmax_scale, window, softcap, sinks)
+    try:
+        found = _choices.get((described, options))
+    except TypeError:  # unhashable: the checks name the argument
+        return _choose(q, k, v, precision, backend, causal, softmax_scale, window, softcap, sinks)
+    if found is None:
+        found = _choose(q, k, v, precision, backend, causal, softmax_scale, window, softcap, sinks)
+        if len(_choices) >= _MAX_CHOICES:
+            _choices.clear()
+        _choices[described, options] = found
+    return found
+
+
+_choices: dict[tuple[object, ...], Choice] = {}
+_MAX_CHOICES: Final = 4096  # a server that sees ever new lengths must not grow without bound
+
+
+def _choose(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    precision: Precision,
+    backend: str,
+    causal: bool,
+    softmax_scale: float | None,
+    window: tuple[int, int],
+    softcap: float,
+    sinks: Tensor | None,
+) -> Choice:
     reason = not_dense(q=q, k=k, v=v)
     if reason is not None:
         return Choice(TORCH, "torch", reason)
@@ -261,7 +293,7 @@ def not_dense(**tensors: object) -> str | None:
 
 def _refuse_features(seqlen_k: int, window: tuple[int, int], softcap: float, sinks: Tensor | None) -> None:
     """Raise NotImplementedError for what no 8-bit kernel has."""
-    if 0 <= window[0] < seqlen_k or window[1] >= 0:
+    if 0 <= window[0] < seqlen_k - 1 or window[1] >= 0:
         raise NotImplementedError(f"window_size is {window}, and no 8-bit kernel has a sliding window")
     if not math.isclose(softcap, 0.0):
         raise NotImplementedError(f"softcap is {softcap}, and no 8-bit kernel has one")

@@ -146,10 +146,6 @@ class SdpaPlan:
         return "\n".join(lines + ([] if self.reason is None else [f"because    {self.reason}"]))
 
 
-_plans: dict[tuple[object, ...], SdpaPlan] = {}
-_MAX_PLANS: Final = 4096  # a server that sees ever new lengths must not grow without bound
-
-
 def explain_sdpa(
     query: Tensor,
     key: Tensor,
@@ -168,39 +164,6 @@ def explain_sdpa(
     Raises:
         TypeError, ValueError: as `sdpa`.
     """
-    tensors = dispatch.signature(query, key, value)
-    cache_key: tuple[object, ...] | None = None
-    found = None
-    if tensors is not None and attn_mask is None:
-        options = (dropout_p, is_causal, type(is_causal), scale, type(scale), enable_gqa, precision, backend)
-        try:
-            cache_key = (*tensors, *options)
-            found = _plans.get(cache_key)
-        except TypeError:
-            cache_key = None  # unhashable: the checks below name the argument
-    if found is None:
-        found = _plan(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, backend
-        )
-        if cache_key is not None:
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            _plans[cache_key] = found
-    return found
-
-
-def _plan(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    precision: str | Fp8Recipe,
-    backend: str,
-) -> SdpaPlan:
     precision = dispatch.check_options(precision, backend, "torch")
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask is given and is_causal is True; allowed: one of them")

@@ -24,7 +24,7 @@ TORCHS = F.scaled_dot_product_attention
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    torch_sdpa._plans.clear()
+    dispatch._choices.clear()
     torch_sdpa.sdpa_log.calls.clear()
     yield
 
