@@ -182,11 +182,11 @@ def mask_function(
             kind, batch_size, q_length, kv_length, start, kv_offset, attention_mask, local_size
         )
     if pattern is None:
-        return sdpa_mask(  # type: ignore[no-any-return]
+        mask: Tensor | None = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
-            q_offset=q_offset,
+            q_offset=int(q_offset),
             kv_offset=kv_offset,
             mask_function=causal_mask_function if mask_function is None else mask_function,
             attention_mask=attention_mask,
@@ -195,6 +195,7 @@ def mask_function(
             device=device,
             **{**more, "allow_is_bidirectional_skip": False},
         )
+        return mask
     plain = all(span == (0, kv_length) for span in pattern.spans)
     cut = 0 <= pattern.window < kv_length - 1
     if plain and not cut and (not pattern.causal or pattern.start + q_length == kv_length):
