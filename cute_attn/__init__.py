@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from cute_attn.api import explain, flash_attn_fp8_func, fp8_attention, fp8_attention_quantized, quantize
-    from cute_attn.dispatch import AttentionLog
+    from cute_attn.dispatch import AttentionLog, Support, is_supported
     from cute_attn.flash import (
         flash_attn_func,
         flash_attn_kernel,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         flash_attn_qkvpacked_func,
     )
     from cute_attn.policy import LayerPolicy
+    from cute_attn.precompile import ModelShapes, model_shapes, warmup
     from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV
     from cute_attn.torch_sdpa import (
         SdpaPlan,
@@ -38,8 +39,10 @@ __all__ = [
     "AttentionLog",
     "Fp8Recipe",
     "LayerPolicy",
+    "ModelShapes",
     "QuantizedQKV",
     "SdpaPlan",
+    "Support",
     "__version__",
     "explain",
     "explain_sdpa",
@@ -50,11 +53,14 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "fp8_attention",
     "fp8_attention_quantized",
+    "is_supported",
+    "model_shapes",
     "quantize",
     "register_flash_attention_impl",
     "sdpa",
     "sdpa_log",
     "sdpa_region",
+    "warmup",
 ]
 
 _HOME: Final = {
@@ -62,8 +68,10 @@ _HOME: Final = {
     "AttentionLog": "cute_attn.dispatch",
     "Fp8Recipe": "cute_attn.quantize",
     "LayerPolicy": "cute_attn.policy",
+    "ModelShapes": "cute_attn.precompile",
     "QuantizedQKV": "cute_attn.quantize",
     "SdpaPlan": "cute_attn.torch_sdpa",
+    "Support": "cute_attn.dispatch",
     "explain": "cute_attn.api",
     "explain_sdpa": "cute_attn.torch_sdpa",
     "flash_attn_fp8_func": "cute_attn.api",
@@ -73,10 +81,13 @@ _HOME: Final = {
     "flash_attn_qkvpacked_func": "cute_attn.flash",
     "fp8_attention": "cute_attn.api",
     "fp8_attention_quantized": "cute_attn.api",
+    "is_supported": "cute_attn.dispatch",
+    "model_shapes": "cute_attn.precompile",
     "register_flash_attention_impl": "cute_attn.torch_sdpa",
     "sdpa": "cute_attn.torch_sdpa",
     "sdpa_log": "cute_attn.torch_sdpa",
     "sdpa_region": "cute_attn.torch_sdpa",
+    "warmup": "cute_attn.precompile",
 }
 
 

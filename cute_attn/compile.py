@@ -7,10 +7,11 @@ every shape. The result takes torch tensors through TVM-FFI and launches on torc
 disk cache (see `cute_attn.cache`), else the compiler. `inspect` says what the compiler made of a kernel. The
 DSL, half a second of import, is imported only where a kernel is not in memory.
 
-    python -m cute_attn.compile [--arch sm_90a] [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES]
-        [--pack-gqa GROUPS] [--jobs N]
+    python -m cute_attn.compile [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES] [--pack-gqa GROUPS] [--jobs N]
+    python -m cute_attn.compile --model NAME_OR_FOLDER [--recipe NAMES] [--seqlen LENGTHS] [--jobs N]
 
-fills the disk cache ahead of use, also on a machine without a GPU, for example while an image is built.
+fills the disk cache ahead of use, also on a machine without a GPU, for example while an image is built. The second form
+compiles what a model of transformers calls; `cute_attn.warmup` does the same from Python.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cute_attn import cache, plan, sass
+from cute_attn.dispatch import EXACT
 from cute_attn.kernels.config import HEAD_DIMS, Fwd16Config, FwdConfig, QuantizeConfig
 from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import PRESETS
@@ -40,6 +42,7 @@ __all__ = [
     "build",
     "compile_kernel",
     "configurations",
+    "fill_cache",
     "inspect",
     "main",
 ]
@@ -295,17 +298,45 @@ def _chosen(
     `pack_gqa`."""
     configs: dict[KernelConfig, None] = {}
     for name in recipes:
-        recipe = PRESETS[name]
         for head_dim, head_dim_v in head_dims:
             for dtype in dtypes:
+                if name == EXACT:
+                    for causal, group, queries in itertools.product((False, True), groups, (1, 1 << 20)):
+                        config = plan.forward16_config(
+                            head_dim, head_dim_v, dtype, causal=causal, group=group, seqlen_q=queries
+                        )
+                        configs[config] = None
+                    continue
+                recipe = PRESETS[name]
                 configs[plan.quantize_config(recipe, head_dim, head_dim_v, dtype)] = None
                 for causal, group in itertools.product((False, True), groups):
                     key = (head_dim, head_dim_v, recipe.qk_dtype, causal, recipe.p_rounding)
                     for cluster in (1, plan.find_tile(*key).cluster):
                         configs[plan.forward_config(*key, dtype, group, cluster)] = None
-    for _, head_dim_v in head_dims:
-        configs[plan.transpose_config(head_dim_v)] = None
+    if any(name != EXACT for name in recipes):
+        for _, head_dim_v in head_dims:
+            configs[plan.transpose_config(head_dim_v)] = None
     return list(configs)
+
+
+def fill_cache(
+    configs: Sequence[KernelConfig], jobs: int | None = None
+) -> Iterator[tuple[KernelConfig, float | BaseException]]:
+    """Compile into the disk cache in processes of their own; (config, seconds or error) as each is done.
+
+    Args:
+        configs: what to compile; what the cache holds already is loaded instead.
+        jobs: processes; default: CPUs, at most 8.
+    """
+    if not configs:
+        return
+    jobs = min(8, os.cpu_count() or 1) if jobs is None else jobs
+    context = multiprocessing.get_context("spawn")  # the DSL aborts where two threads compile at once
+    with concurrent.futures.ProcessPoolExecutor(min(jobs, len(configs)), mp_context=context) as pool:
+        running = {pool.submit(_compile_one, config): config for config in configs}
+        for job in concurrent.futures.as_completed(running):
+            error = job.exception()
+            yield running[job], job.result() if error is None else error
 
 
 def _compile_one(config: KernelConfig) -> float:
@@ -331,6 +362,14 @@ def _several(allowed: Sequence[Any]) -> Callable[[str], list[Any]]:
     return parse
 
 
+def _lengths(text: str) -> list[int]:
+    """ "1,4096" as [1, 4096]."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers > 0")
+    return [int(part) for part in parts]
+
+
 def _head_dims(text: str) -> list[tuple[int, int]]:
     """ "128,192:128" as [(128, 128), (192, 128)]."""
     pairs = []
@@ -347,7 +386,7 @@ def _head_dims(text: str) -> list[tuple[int, int]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0; 1 if a kernel did not compile or there is no disk cache to fill."""
-    names, dtypes = list(PRESETS), list(plan.DTYPE_NAMES.values())
+    names, dtypes = [EXACT, *PRESETS], list(plan.DTYPE_NAMES.values())
     parser = argparse.ArgumentParser(
         prog="python -m cute_attn.compile", description="Compile kernels into the disk cache. Needs no GPU."
     )
@@ -355,8 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--recipe",
         type=_several(names),
-        default=["default"],
-        help=f"of {', '.join(names)} (default: default)",
+        help=f"of {', '.join(names)}; {EXACT} is the 16-bit kernel (default: default; with --model {EXACT} too)",
     )
     tuned = plan.TUNED_HEAD_DIMS
     parser.add_argument(
@@ -372,6 +410,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=[1],
         help="query heads of a key head whose rows are packed, as for few queries (default: 1, none)",
     )
+    parser.add_argument(
+        "--model", help="name or folder of a model of transformers: its shapes, dtype and features"
+    )
+    parser.add_argument(
+        "--seqlen",
+        type=_lengths,
+        help="with --model: numbers of queries of a call, comma-separated (default: a decoding step and prefills)",
+    )
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="default: %(default)s")
     args = parser.parse_args(argv)
     if args.jobs < 1:
@@ -380,16 +426,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder is None:
         print("the disk cache is off, there is nothing to fill", file=sys.stderr)
         return 1
-    configs = _chosen(args.recipe, args.head_dim, args.dtype, args.pack_gqa)
+    if args.model is None:
+        configs = _chosen(args.recipe or ["default"], args.head_dim, args.dtype, args.pack_gqa)
+    else:
+        from cute_attn import precompile
+
+        try:
+            shapes = precompile.model_shapes(args.model)
+        except (ImportError, OSError, ValueError) as error:
+            parser.error(f"argument --model: {error}")
+        configs = precompile.kernels(
+            shapes, args.recipe or [EXACT, "default"], args.seqlen or precompile.SEQLENS
+        )
     start, failed = time.perf_counter(), 0
-    context = multiprocessing.get_context("spawn")  # the DSL aborts where two threads compile at once
-    with concurrent.futures.ProcessPoolExecutor(min(args.jobs, len(configs)), mp_context=context) as pool:
-        jobs = {pool.submit(_compile_one, config): config for config in configs}
-        for job in concurrent.futures.as_completed(jobs):
-            error = job.exception()
-            failed += error is not None
-            result = f"{job.result():.1f} s" if error is None else f"FAILED: {type(error).__name__}: {error}"
-            print(f"{jobs[job].name}  {result}", flush=True)
+    for config, done in fill_cache(configs, args.jobs):
+        failed += isinstance(done, BaseException)
+        result = f"{done:.1f} s" if isinstance(done, float) else f"FAILED: {type(done).__name__}: {done}"
+        print(f"{config.name}  {result}", flush=True)
     seconds = time.perf_counter() - start
     print(f"{len(configs) - failed} of {len(configs)} kernels for {args.arch} in {folder}, {seconds:.0f} s")
     return int(failed > 0)

@@ -7,7 +7,6 @@ the refusal, and is counted in an `AttentionLog`.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
@@ -212,21 +211,132 @@ def _choose(
         return Choice(TORCH, "torch", f"q is on {where}, and the kernels need a Hopper GPU (H100, H200)")
     for candidate in dict.fromkeys((precision, EXACT)):
         try:
-            if candidate == EXACT:
-                validate.check_forward_only("16-bit", q=q, k=k, v=v, sinks=sinks)
-                flash._check_options(0.0, softmax_scale, causal, softcap, False, False, window)
-                stand_in = "reference" if backend == "emulator" else backend
-                kernel = flash.flash_attn_kernel(q, k, v, causal, window, softcap, None, sinks, stand_in)
-            else:
-                _refuse_features(v.shape[1], window, softcap, sinks)
-                validate.check_forward_only(q=q, k=k, v=v)
-                kernel = api.explain(q, k, v, recipe=candidate, causal=causal, backend=backend).kernel
-                validate.check_softmax_scale(softmax_scale, q.shape[3])
+            kernel = _kernel(q, k, v, candidate, backend, causal, softmax_scale, window, softcap, sinks)
         except (TypeError, ValueError, NotImplementedError) as error:
             reason = reason or str(error)
             continue
         return Choice(kernel, candidate, reason)
     return Choice(TORCH, "torch", reason)
+
+
+def _kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    precision: Precision,
+    backend: str,
+    causal: bool,
+    softmax_scale: float | None,
+    window: tuple[int, int],
+    softcap: float,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None = None,
+) -> str:
+    """Name of what serves a call in this precision. Raises what the function of that precision raises."""
+    if precision == EXACT:
+        validate.check_forward_only("16-bit", q=q, k=k, v=v, sinks=sinks)
+        flash._check_options(0.0, softmax_scale, causal, softcap, False, False, window)
+        stand_in = "reference" if backend == "emulator" else backend
+        return flash.flash_attn_kernel(q, k, v, causal, window, softcap, alibi_slopes, sinks, stand_in)
+    if 0 <= window[0] < v.shape[1] - 1 or (window[1] >= 0 and not causal):
+        raise NotImplementedError(f"window_size is {window}, and no 8-bit kernel has a sliding window")
+    if softcap:
+        raise NotImplementedError(f"softcap is {softcap}, and no 8-bit kernel has one")
+    if sinks is not None:
+        raise NotImplementedError("sinks are given, and no 8-bit kernel has them")
+    if alibi_slopes is not None:
+        raise NotImplementedError("alibi_slopes are given, and no 8-bit kernel has them")
+    validate.check_forward_only(q=q, k=k, v=v)
+    kernel = api.explain(q, k, v, recipe=precision, causal=causal, backend=backend).kernel
+    validate.check_softmax_scale(softmax_scale, q.shape[3])
+    return kernel
+
+
+class Support(NamedTuple):
+    """Answer of `is_supported`: true where a kernel serves the call; `reason` says why not, and what would be."""
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        return f"supported: {self.reason}" if self.ok else f"not supported: {self.reason}"
+
+
+def is_supported(
+    precision: Precision = EXACT,
+    *,
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    heads_q: int = 1,
+    heads_k: int = 1,
+    seqlen_q: int = 1024,
+    seqlen_k: int = 1024,
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi: bool = False,
+    sinks: bool = False,
+    attn_mask: bool = False,
+    dropout_p: float = 0.0,
+    requires_grad: bool = False,
+    capability: tuple[int, int] | None = None,
+) -> Support:
+    """Whether a kernel serves such a call, and why not. No tensors are needed, and nothing is compiled.
+
+    Args:
+        precision: "bf16" (the 16-bit kernel, in `dtype`), the name of a recipe, or an `Fp8Recipe`.
+        head_dim, head_dim_v, heads_q, heads_k, seqlen_q, seqlen_k: shapes as in `flash_attn_func`; head_dim_v is
+            head_dim unless given.
+        dtype: of q, k and v.
+        causal, window_size, softcap: as in `flash_attn_func`; alibi, sinks: whether there are any.
+        attn_mask: whether a mask tensor goes with the call.
+        dropout_p: probability of dropout.
+        requires_grad: whether a gradient is wanted.
+        capability: compute capability of the GPU; default that of torch's current one.
+
+    Returns:
+        a `Support`, true or false, with `reason`: the text of the refusal, or what would run.
+
+    Raises:
+        TypeError, ValueError: an unknown precision.
+    """
+    precision = check_options(precision, "auto", "error")
+    if capability is None:
+        there = torch.cuda.is_available() and torch.version.cuda is not None
+        capability = torch.cuda.get_device_capability() if there else None
+    if capability is None or capability[0] != 9:
+        where = (
+            "there is no NVIDIA GPU"
+            if capability is None
+            else f"the GPU is of {capability[0]}.{capability[1]}"
+        )
+        return Support(False, f"{where}; allowed: compute capability 9.x (Hopper: H100, H200)")
+    if attn_mask:
+        return Support(False, "a mask tensor is given; allowed: causal, window_size")
+    if dropout_p:
+        return Support(False, f"dropout_p is {dropout_p}, and no kernel has dropout; allowed: 0.0")
+
+    def row(seqlen: int, heads: int, size: int) -> Tensor:
+        """Of that shape, in the memory of one row."""
+        return torch.zeros(max(size, 1), dtype=dtype).as_strided((1, seqlen, heads, size), (0, 0, 0, 1))
+
+    q = row(seqlen_q, heads_q, head_dim).requires_grad_(requires_grad)
+    k = row(seqlen_k, heads_k, head_dim)
+    v = row(seqlen_k, heads_k, head_dim if head_dim_v is None else head_dim_v)
+    slopes, sink = (torch.zeros(heads_q) if given else None for given in (alibi, sinks))
+    options = (precision, "emulator", causal, None, window_size, softcap, sink, slopes)
+    try:
+        with torch.enable_grad():
+            _kernel(q, k, v, *options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return Support(False, str(error))
+    if precision == EXACT:
+        return Support(True, "the 16-bit kernel")
+    return Support(True, f"the 8-bit kernels, recipe {resolve_recipe(precision).name!r}")
 
 
 def attend(
@@ -289,13 +399,3 @@ def not_dense(**tensors: object) -> str | None:
         if x.is_nested or x.layout != torch.strided:
             return f"{name} is a {'nested' if x.is_nested else x.layout} tensor, and kernels take dense ones"
     return None
-
-
-def _refuse_features(seqlen_k: int, window: tuple[int, int], softcap: float, sinks: Tensor | None) -> None:
-    """Raise NotImplementedError for what no 8-bit kernel has."""
-    if 0 <= window[0] < seqlen_k - 1 or window[1] >= 0:
-        raise NotImplementedError(f"window_size is {window}, and no 8-bit kernel has a sliding window")
-    if not math.isclose(softcap, 0.0):
-        raise NotImplementedError(f"softcap is {softcap}, and no 8-bit kernel has one")
-    if sinks is not None:
-        raise NotImplementedError("sinks are given, and no 8-bit kernel has them")
