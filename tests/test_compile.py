@@ -311,7 +311,7 @@ def test_command_without_a_cache_is_an_error(
     ("argument", "message"),
     [
         (["--arch", "sm_80"], "sm_80"),
-        (["--recipe", "fast"], "'fast' is not among naive, paper, fp8, accurate, default"),
+        (["--recipe", "fast"], "'fast' is not among bf16, naive, paper, fp8, accurate, default"),
         (
             ["--head-dim", "64,100"],
             "'100' is no multiple of 16 from 32 to 256, nor two of them as HEAD_DIM:HEAD",
