@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from cute_attn.api import explain, flash_attn_fp8_func, fp8_attention, fp8_attention_quantized, quantize
+    from cute_attn.dispatch import AttentionLog, Support, is_supported
     from cute_attn.flash import (
         flash_attn_explain,
         flash_attn_func,
@@ -26,16 +27,32 @@ if TYPE_CHECKING:
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
     )
+    from cute_attn.policy import LayerPolicy
+    from cute_attn.precompile import ModelShapes, model_shapes, warmup
     from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV
+    from cute_attn.torch_sdpa import (
+        SdpaPlan,
+        explain_sdpa,
+        register_flash_attention_impl,
+        sdpa,
+        sdpa_log,
+        sdpa_region,
+    )
 
     __version__: str
 
 __all__ = [
     "PRESETS",
+    "AttentionLog",
     "Fp8Recipe",
+    "LayerPolicy",
+    "ModelShapes",
     "QuantizedQKV",
+    "SdpaPlan",
+    "Support",
     "__version__",
     "explain",
+    "explain_sdpa",
     "flash_attn_explain",
     "flash_attn_fp8_func",
     "flash_attn_func",
@@ -48,15 +65,28 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "fp8_attention",
     "fp8_attention_quantized",
+    "is_supported",
+    "model_shapes",
     "quantize",
+    "register_flash_attention_impl",
+    "sdpa",
+    "sdpa_log",
+    "sdpa_region",
+    "warmup",
 ]
 
 _HOME: Final = {
     "PRESETS": "cute_attn.quantize",
+    "AttentionLog": "cute_attn.dispatch",
     "Fp8Recipe": "cute_attn.quantize",
+    "LayerPolicy": "cute_attn.policy",
+    "ModelShapes": "cute_attn.precompile",
     "QuantizedQKV": "cute_attn.quantize",
+    "SdpaPlan": "cute_attn.torch_sdpa",
+    "Support": "cute_attn.dispatch",
     "explain": "cute_attn.api",
     "flash_attn_explain": "cute_attn.flash",
+    "explain_sdpa": "cute_attn.torch_sdpa",
     "flash_attn_fp8_func": "cute_attn.api",
     "flash_attn_func": "cute_attn.flash",
     "flash_attn_kernel": "cute_attn.flash",
@@ -68,6 +98,13 @@ _HOME: Final = {
     "flash_attn_varlen_qkvpacked_func": "cute_attn.flash_varlen",
     "fp8_attention": "cute_attn.api",
     "fp8_attention_quantized": "cute_attn.api",
+    "is_supported": "cute_attn.dispatch",
+    "model_shapes": "cute_attn.precompile",
+    "register_flash_attention_impl": "cute_attn.torch_sdpa",
+    "sdpa": "cute_attn.torch_sdpa",
+    "sdpa_log": "cute_attn.torch_sdpa",
+    "sdpa_region": "cute_attn.torch_sdpa",
+    "warmup": "cute_attn.precompile",
 }
 
 

@@ -7,10 +7,12 @@ every shape. The result takes torch tensors through TVM-FFI and launches on torc
 disk cache (see `cute_attn.cache`), else the compiler. `inspect` says what the compiler made of a kernel. The
 DSL, half a second of import, is imported only where a kernel is not in memory.
 
-    python -m cute_attn.compile [--arch sm_90a] [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES] [--mask NAMES]
-        [--features NAMES] [--pack-gqa GROUPS] [--jobs N]
+    python -m cute_attn.compile [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES] [--mask NAMES] [--features NAMES]
+        [--pack-gqa GROUPS] [--jobs N]
+    python -m cute_attn.compile --model NAME_OR_FOLDER [--recipe NAMES] [--seqlen LENGTHS] [--jobs N]
 
-fills the disk cache ahead of use, also on a machine without a GPU, for example while an image is built.
+fills the disk cache ahead of use, also on a machine without a GPU, for example while an image is built. The second form
+compiles what a model of transformers calls; `cute_attn.warmup` does the same from Python.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cute_attn import cache, plan, sass
+from cute_attn.dispatch import EXACT
 from cute_attn.kernels.config import HEAD_DIMS, HEAD_DIMS_16BIT, Fwd16Config, FwdConfig, QuantizeConfig
 from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import PRESETS
@@ -42,6 +45,7 @@ __all__ = [
     "build",
     "compile_kernel",
     "configurations",
+    "fill_cache",
     "inspect",
     "main",
 ]
@@ -315,9 +319,9 @@ def _chosen(
     `pack_gqa`."""
     configs: dict[KernelConfig, None] = {}
     for name in recipes:
-        recipe = PRESETS[name]
         for head_dim, head_dim_v in head_dims:
             for dtype in dtypes:
+                recipe = PRESETS[name]
                 configs[plan.quantize_config(recipe, head_dim, head_dim_v, dtype)] = None
                 for causal, group in itertools.product((False, True), groups):
                     key = (head_dim, head_dim_v, recipe.qk_dtype, causal, recipe.p_rounding)
@@ -330,7 +334,6 @@ def _chosen(
     return list(configs)
 
 
-EXACT = "bf16"  # stands among the recipes for the 16-bit kernels, in the dtypes asked for
 MASKS = ("full", "causal", "window")
 FEATURES = ("softcap", "alibi", "sinks")
 
@@ -344,15 +347,36 @@ def _chosen16(
 ) -> list[KernelConfig]:
     """16-bit forward kernels of these (head_dim, head_dim_v), dtypes, masks, sets of features and `pack_gqa`.
 
-    A kernel differs with the number of queries in `cluster` and `pack_gqa` alone.
+    For long sequences and, where they have tiles of their own, for short ones, with and without clusters.
     """
     configs: dict[KernelConfig, None] = {}
     for (head_dim, head_dim_v), dtype, mask, chosen in itertools.product(head_dims, dtypes, masks, features):
         options = dict.fromkeys(chosen, True) | ({} if mask == "full" else {mask: True})
-        config = plan.forward16_config(head_dim, head_dim_v, dtype, **options)  # of many queries
-        for group, cluster in itertools.product(groups, (1, config.cluster)):
-            configs[dataclasses.replace(config, pack_gqa=group, cluster=cluster)] = None
+        for seqlen_q in (plan.SHORT_QUERIES, 1 << 20):
+            config = plan.forward16_config(head_dim, head_dim_v, dtype, **options, seqlen_q=seqlen_q)
+            for group, cluster in itertools.product(groups, (1, config.cluster)):
+                configs[dataclasses.replace(config, pack_gqa=group, cluster=cluster)] = None
     return list(configs)
+
+
+def fill_cache(
+    configs: Sequence[KernelConfig], jobs: int | None = None
+) -> Iterator[tuple[KernelConfig, float | BaseException]]:
+    """Compile into the disk cache in processes of their own; (config, seconds or error) as each is done.
+
+    Args:
+        configs: what to compile; what the cache holds already is loaded instead.
+        jobs: processes; default: CPUs, at most 8.
+    """
+    if not configs:
+        return
+    jobs = min(8, os.cpu_count() or 1) if jobs is None else jobs
+    context = multiprocessing.get_context("spawn")  # the DSL aborts where two threads compile at once
+    with concurrent.futures.ProcessPoolExecutor(min(jobs, len(configs)), mp_context=context) as pool:
+        running = {pool.submit(_compile_one, config): config for config in configs}
+        for job in concurrent.futures.as_completed(running):
+            error = job.exception()
+            yield running[job], job.result() if error is None else error
 
 
 def _compile_one(config: KernelConfig) -> float:
@@ -391,6 +415,14 @@ def _features(text: str) -> list[frozenset[str]]:
     return sets
 
 
+def _lengths(text: str) -> list[int]:
+    """ "1,4096" as [1, 4096]."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers > 0")
+    return [int(part) for part in parts]
+
+
 def _head_dims(text: str) -> list[tuple[int, int]]:
     """ "128,192:128" as [(128, 128), (192, 128)]."""
     pairs = []
@@ -418,8 +450,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--recipe",
         type=_several(names),
-        default=["default"],
-        help=f"of {', '.join(names)}; {EXACT} stands for the 16-bit kernels (default: default)",
+        help=f"of {', '.join(names)}; {EXACT} stands for the 16-bit kernels (default: default; with --model also "
+        f"{EXACT})",
     )
     tuned = plan.TUNED_HEAD_DIMS
     parser.add_argument(
@@ -450,6 +482,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of 16 bits, of none, softcap, alibi, sinks, and those joined by +, like none,softcap+sinks (default: "
         "none)",
     )
+    parser.add_argument(
+        "--model", help="name or folder of a model of transformers: its shapes, dtype and features"
+    )
+    parser.add_argument(
+        "--seqlen",
+        type=_lengths,
+        help="with --model: numbers of queries of a call, comma-separated (default: a decoding step and prefills)",
+    )
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="default: %(default)s")
     args = parser.parse_args(argv)
     if args.jobs < 1:
@@ -458,24 +498,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder is None:
         print("the disk cache is off, there is nothing to fill", file=sys.stderr)
         return 1
-    recipes = [name for name in args.recipe if name != EXACT]
-    odd = [dims for dims in args.head_dim if recipes and not set(dims) <= set(HEAD_DIMS)]
-    if odd:
-        parser.error(
-            f"argument --head-dim: recipes of 8 bits take multiples of 16, got {odd[0][0]}:{odd[0][1]}"
+    if args.model is None:
+        names = args.recipe or ["default"]
+        recipes = [name for name in names if name != EXACT]
+        odd = [dims for dims in args.head_dim if recipes and not set(dims) <= set(HEAD_DIMS)]
+        if odd:
+            parser.error(
+                f"argument --head-dim: recipes of 8 bits take multiples of 16, got {odd[0][0]}:{odd[0][1]}"
+            )
+        configs = _chosen(recipes, args.head_dim, args.dtype, args.pack_gqa) if recipes else []
+        if EXACT in names:
+            configs += _chosen16(args.head_dim, args.dtype, args.mask, args.features, args.pack_gqa)
+    else:
+        from cute_attn import precompile
+
+        try:
+            shapes = precompile.model_shapes(args.model)
+        except (ImportError, OSError, ValueError) as error:
+            parser.error(f"argument --model: {error}")
+        configs = precompile.kernels(
+            shapes, args.recipe or [EXACT, "default"], args.seqlen or precompile.SEQLENS
         )
-    configs = _chosen(recipes, args.head_dim, args.dtype, args.pack_gqa) if recipes else []
-    if EXACT in args.recipe:
-        configs += _chosen16(args.head_dim, args.dtype, args.mask, args.features, args.pack_gqa)
     start, failed = time.perf_counter(), 0
-    context = multiprocessing.get_context("spawn")  # the DSL aborts where two threads compile at once
-    with concurrent.futures.ProcessPoolExecutor(min(args.jobs, len(configs)), mp_context=context) as pool:
-        jobs = {pool.submit(_compile_one, config): config for config in configs}
-        for job in concurrent.futures.as_completed(jobs):
-            error = job.exception()
-            failed += error is not None
-            result = f"{job.result():.1f} s" if error is None else f"FAILED: {type(error).__name__}: {error}"
-            print(f"{jobs[job].name}  {result}", flush=True)
+    for config, done in fill_cache(configs, args.jobs):
+        failed += isinstance(done, BaseException)
+        result = f"{done:.1f} s" if isinstance(done, float) else f"FAILED: {type(done).__name__}: {done}"
+        print(f"{config.name}  {result}", flush=True)
     seconds = time.perf_counter() - start
     print(f"{len(configs) - failed} of {len(configs)} kernels for {args.arch} in {folder}, {seconds:.0f} s")
     return int(failed > 0)

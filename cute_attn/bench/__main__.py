@@ -25,8 +25,11 @@ EPILOG = """examples:
   python -m cute_attn.bench --report accuracy --tensors my_layers.safetensors
   python -m cute_attn.bench --report overhead --json overhead.json
   python -m cute_attn.bench --report speed --dtype bf16 --phase prefill --json prefill.json
+  python -m cute_attn.bench --report memory --html memory.html
+  python -m cute_attn.bench --render speed.json --html speed.html
+  python -m cute_attn.bench --compare before.json after.json
 """
-REPORTS = ("accuracy", "speed", "figures", "overhead", "all")
+REPORTS = ("accuracy", "speed", "figures", "overhead", "memory", "io", "all")
 QUICK_SEQLENS = (1024, 16384)
 QUICK_ROUNDS = 3
 ROUNDS = 7
@@ -126,6 +129,11 @@ def build_parser() -> argparse.ArgumentParser:
     text = "safetensors file with q, k, v or NAME.q, NAME.k, NAME.v: report errors on these"
     option(what, "--tensors", text, type=Path, metavar="FILE")
 
+    text = "two records, of --json: what changed from the first to the second; nothing is measured"
+    render = "a record, of --json: its tables, and the files asked for; nothing is measured"
+    option(what, "--render", render, type=Path, metavar="RECORD")
+    option(what, "--compare", text, type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
+
     option(shapes, "--seqlen", f"default {comma(cases.SEQLENS)}", type=_sizes, metavar="N,...")
     text = f"multiples of 16 from 32 to 256 (default {comma(cases.HEAD_DIMS)})"
     head_dims = list(cases.HEAD_DIMS)
@@ -149,6 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("--json", "record: meta and rows"),
         ("--csv", "rows"),
         ("--markdown", "tables"),
+        ("--html", "tables and plots in one file"),
         ("--plot", "speed by length, or error by recipe (.png, .pdf, .svg)"),
     ):
         option(files, flag, text, type=_output, metavar="PATH")
@@ -218,6 +227,7 @@ class Run:
         self.console = console
         self.progress_console = progress_console
         self.rows: list[dict[str, Any]] = []
+        self.grids: list[Any] = []  # tables that are no matter of rows alone
         self.incomplete = False
 
     def progress(self) -> Any:
@@ -411,9 +421,64 @@ class Run:
         if grid is not None:
             self.console.print(grid.rich())
 
+    def memory(self, hopper: bool) -> None:
+        """Memory that a call needs: worked out, and measured on a Hopper GPU."""
+        from cute_attn.bench import cases, memory
+        from cute_attn.quantize import resolve_recipe
+
+        options = self.options
+        shapes = cases.grid(
+            seqlens=options.seqlen or memory.SEQLENS,
+            head_dims=options.head_dim if options.head_dim != list(cases.HEAD_DIMS) else [128],
+            causal=(False,),
+            hidden=options.hidden,
+            batch=options.batch or 1,
+            heads=options.heads,
+            heads_k=options.heads_k,
+        )
+        recipes = options.recipe or [resolve_recipe("default").name]
+        with self.progress() as progress:
+            task = progress.add_task("memory", total=len(shapes))
+            found = memory.memory_rows(
+                shapes, recipes, measured=hopper, on_done=lambda: progress.advance(task)
+            )
+        self.rows += found
+        grid = memory.memory_grid(found)
+        if grid is not None:
+            self.console.print(grid.rich())
+
+    def io(self) -> None:
+        """The model of memory traffic, and what was counted beside it."""
+        from cute_attn.bench import memory, record
+
+        options = self.options
+        self.show(memory.io_grid(options.seqlen or memory.SEQLENS, options.head_dim))
+        path = memory.profile_record()
+        counted = None if path is None else memory.measured_io_grid(record.read(path).rows)
+        if counted is not None:
+            self.show(counted)
+
+    def show(self, grid: Any) -> None:
+        """Print a table that is no matter of rows alone, and keep it for the files."""
+        self.grids.append(grid)
+        self.console.print(grid.rich())
+
+    def all_grids(self) -> list[Any]:
+        """Every table, for the files."""
+        from cute_attn.bench import figures, memory, overhead, report
+
+        found = (
+            report.accuracy_grid(self.rows),
+            report.error_grid(self.rows),
+            overhead.overhead_grid(self.rows),
+            memory.memory_grid(self.rows),
+        )
+        grids = report.speed_grids(self.rows) + [grid for grid in found if grid is not None]
+        return [*grids, *figures.figure_grids(self.rows), *self.grids]
+
     def write(self, meta: dict[str, Any], head: Sequence[str]) -> None:
         """The files asked for."""
-        from cute_attn.bench import figures, overhead, record, report
+        from cute_attn.bench import html, record, report
 
         options = self.options
         if options.json:
@@ -421,22 +486,30 @@ class Run:
         if options.csv:
             report.write_csv(options.csv, self.rows)
         if options.markdown:
-            grids = report.speed_grids(self.rows)
-            grids += [
-                grid
-                for grid in (
-                    report.accuracy_grid(self.rows),
-                    report.error_grid(self.rows),
-                    overhead.overhead_grid(self.rows),
-                )
-                if grid is not None
-            ]
-            report.write_markdown(options.markdown, head, grids + figures.figure_grids(self.rows))
+            report.write_markdown(options.markdown, head, self.all_grids())
+        if options.html:
+            html.write(options.html, "cute_attn benchmark", head, self.all_grids(), self.rows)
         if options.plot:
             report.plot(options.plot, self.rows, head[0])
-        for path in (options.json, options.csv, options.markdown, options.plot):
+        for path in (options.json, options.csv, options.markdown, options.html, options.plot):
             if path is not None:
                 self.console.print(f"wrote {path}")
+
+
+def compare(options: argparse.Namespace, console: Any) -> int:
+    """Print, and write, what changed between two records."""
+    from cute_attn.bench import compare, html, record, report
+
+    before, after = (record.read(path) for path in options.compare)
+    grids = compare.compare_grids(before, after)
+    for grid in grids:
+        console.print(grid.rich())
+    head = [f"before: {options.compare[0]}", f"after: {options.compare[1]}"]
+    if options.markdown:
+        report.write_markdown(options.markdown, head, grids)
+    if options.html:
+        html.write(options.html, "cute_attn: two runs compared", head, grids, after.rows)
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -452,11 +525,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Tables are about 170 columns wide; a pipe has no width of its own and would get 80.
     console = Console(width=None if sys.stdout.isatty() else max(180, int(os.environ.get("COLUMNS", 0) or 0)))
+    if options.compare is not None:
+        try:
+            return compare(options, console)
+        except (OSError, ValueError) as error:
+            parser.error(f"argument --compare: {error}")
     run = Run(options, console, Console(stderr=True))
+    if options.render is not None:
+        try:
+            found = record.read(options.render)
+            run.rows = found.rows
+            for grid in run.all_grids():
+                console.print(grid.rich())
+            run.write(found.meta, header_lines(found.meta))
+            return 0
+        except (OSError, ValueError, report.PlotUnavailable) as error:
+            parser.error(f"argument --render: {error}")
     hopper, device = hopper_device()
     reports = {
         None: ["speed", "accuracy"] if hopper else ["accuracy", "figures"],
-        "all": ["speed", "overhead", "accuracy", "figures"] if hopper else ["accuracy", "figures"],
+        "all": ["speed", "overhead", "accuracy", "figures", "memory", "io"]
+        if hopper
+        else ["accuracy", "figures", "memory", "io"],
     }.get(options.report, [options.report])
     try:
         if options.recipe:
@@ -502,6 +592,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             run.overhead()
         elif name == "accuracy":
             run.accuracy(hopper)
+        elif name == "memory":
+            run.memory(hopper)
+        elif name == "io":
+            run.io()
         else:
             run.figures()
         if run.incomplete:

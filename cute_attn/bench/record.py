@@ -37,6 +37,9 @@ PHASES = (
     "figures",
     "overhead",
     "profile",
+    "quality",
+    "needle",
+    "memory",
 )
 DTYPES = ("fp8", "bf16", "fp16")
 STATUSES = ("ok", "unavailable", "skipped", "failed", "wrong")

@@ -424,38 +424,78 @@ def plot(path: str | os.PathLike[str], rows: Sequence[Row], title: str) -> None:
     figure.savefig(path, dpi=150)
 
 
+def speed_panels(rows: Sequence[Row]) -> list[tuple[str, Any]]:
+    """(title, figure) of speed by length, one for each phase, head_dim and mask; for a page that wraps them.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    timed = [row for row in rows if row["phase"] in TITLES and row["ms"] is not None]
+    labels = list(dict.fromkeys(label(row) for row in timed))
+    panels = []
+    for panel in sorted({(row["phase"], row["head_dim"], row["causal"]) for row in timed}):
+        figure = Figure(figsize=(4.8, 3.4), layout="constrained")
+        axes = figure.add_subplot()
+        _speed_panel(axes, timed, panel, labels)
+        axes.legend(fontsize=7, loc="lower right")
+        panels.append((axes.get_title(), figure))
+    return panels
+
+
+def error_figure(rows: Sequence[Row]) -> Any:
+    """Figure of errors by input and recipe; None where there are none.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    errors = [row for row in rows if row["phase"] == "accuracy_total" and row["rel_rmse"]]
+    if not errors:
+        return None
+    figure = _plot_errors(Figure, errors)
+    figure.set_layout_engine("constrained")
+    return figure
+
+
+def _speed_panel(axes: Any, rows: Sequence[Row], panel: tuple[str, int, bool], labels: Sequence[str]) -> None:
+    phase, head_dim, causal = panel
+    value = "tbps" if phase == "quantize" else "tflops"
+    for name in labels:
+        points = sorted(
+            (row["seqlen_k"], row[value])
+            for row in rows
+            if (row["phase"], row["head_dim"], row["causal"], label(row)) == (phase, head_dim, causal, name)
+        )
+        if points:
+            own = name.split()[0] == OURS
+            axes.plot(
+                *zip(*points, strict=True),
+                marker="o",
+                label=name,
+                color=f"C{labels.index(name) % 10}",
+                linewidth=2.2 if own else 1.2,
+                linestyle="-" if own else "--",
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"{phase}, head_dim {head_dim}, {'causal' if causal else 'full'}", fontsize=9)
+    axes.set_xlabel("seqlen")
+    axes.set_ylabel("TB/s" if phase == "quantize" else "TFLOP/s")
+    axes.grid(alpha=0.3)
+
+
 def _plot_speed(figure_type: Any, rows: Sequence[Row]) -> Any:
     panels = sorted({(row["phase"], row["head_dim"], row["causal"]) for row in rows})
     columns = min(len(panels), 2)  # full and causal side by side
     height = math.ceil(len(panels) / columns)
     figure = figure_type(figsize=(5 * columns, 3.4 * height))
     labels = list(dict.fromkeys(label(row) for row in rows))
-    for number, (phase, head_dim, causal) in enumerate(panels):
+    for number, panel in enumerate(panels):
         axes = figure.add_subplot(height, columns, number + 1)
-        value = "tbps" if phase == "quantize" else "tflops"
-        for name in labels:
-            points = sorted(
-                (row["seqlen_k"], row[value])
-                for row in rows
-                if (row["phase"], row["head_dim"], row["causal"], label(row))
-                == (phase, head_dim, causal, name)
-            )
-            if points:
-                own = name.split()[0] == OURS
-                axes.plot(
-                    *zip(*points, strict=True),
-                    marker="o",
-                    label=name,
-                    color=f"C{labels.index(name) % 10}",
-                    linewidth=2.2 if own else 1.2,
-                    linestyle="-" if own else "--",
-                )
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(bottom=0)
-        axes.set_title(f"{phase}, head_dim {head_dim}, {'causal' if causal else 'full'}", fontsize=9)
-        axes.set_xlabel("seqlen")
-        axes.set_ylabel("TB/s" if phase == "quantize" else "TFLOP/s")
-        axes.grid(alpha=0.3)
+        _speed_panel(axes, rows, panel, labels)
         if number == 0:
             axes.legend(fontsize=7, loc="lower right")
     return figure

@@ -1,0 +1,302 @@
+"""Device memory that attention needs, and moves: standard attention, which writes all scores, beside ours.
+
+What is needed is worked out from shapes and, on a Hopper GPU, measured beside: the peak of torch's allocator during a
+call, beyond the inputs. What is moved is the model of the FlashAttention paper (arXiv 2205.14135, section 3.2) for one
+head of N queries and keys and M bytes of on-chip memory; `cute_attn.reference` runs the same algorithms and counts.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from cute_attn.bench import cases, record
+from cute_attn.bench.cases import Case
+from cute_attn.bench.peers import OURS
+from cute_attn.bench.report import Grid, Row
+from cute_attn.quantize import K_GROUP, V_BLOCK, resolve_recipe
+from cute_attn.reference import block_sizes
+
+SEQLENS: Final = tuple(1024 << i for i in range(8))  # 1k to 128k
+STANDARD: Final = "standard"
+SRAM_BYTES: Final = 227 * 1024  # shared memory that a CTA of a Hopper GPU may have
+TILE_M: Final = 128  # query rows of a CTA at head_dim 128
+OUT_OF_MEMORY: Final = "out of memory"
+
+# --- what is needed
+
+
+def standard_bytes(case: Case) -> int:
+    """Peak beyond the inputs of softmax(q k^T) v in three 16-bit steps: scores and probabilities at once."""
+    scores = 2 * case.batch * case.heads_q * case.seqlen_q * case.seqlen_k
+    return max(2 * scores, scores + 2 * case.elements[0])
+
+
+def ours_bytes(case: Case, recipe: str | None) -> int:
+    """Peak beyond the inputs of `flash_attn_func` (`recipe` None) or of `fp8_attention`.
+
+    Both hold the output and lse, the latter the 8-bit operands and their scales too. The sums of K's mean, a few
+    kilobytes a head, are left out.
+    """
+    queries, keys = case.elements
+    rows = case.batch * case.heads_q * case.seqlen_q
+    needed = 2 * queries + 4 * rows
+    if recipe is None:
+        return needed
+    pairs = case.batch * case.heads_k
+    padded = -(-case.seqlen_k // 16) * 16
+    needed += queries + keys + pairs * case.head_dim * padded + 4 * rows
+    needed += 4 * pairs * (-(-case.seqlen_k // K_GROUP) + -(-case.seqlen_k // V_BLOCK))
+    return needed + (4 * rows if resolve_recipe(recipe).smooth_k else 0)
+
+
+def memory_rows(
+    shapes: Sequence[Case],
+    recipes: Sequence[str],
+    *,
+    measured: bool,
+    device: torch.device | str = "cuda",
+    on_done: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Rows of phase "memory": `model_bytes` as worked out and, where `measured`, `peak_bytes`.
+
+    Standard attention that does not fit has status "unavailable" and the reason "out of memory".
+    """
+    rows = []
+    for case in shapes:
+        for provider, recipe in ((STANDARD, None), (OURS, None), *((OURS, name) for name in recipes)):
+            model = standard_bytes(case) if provider == STANDARD else ours_bytes(case, recipe)
+            row = record.make_row(
+                provider=provider,
+                phase="memory",
+                dtype="bf16" if recipe is None else "fp8",
+                recipe=recipe,
+                model_bytes=model,
+                **case.fields,
+            )
+            if measured:
+                row["backend"] = "torch" if provider == STANDARD else "sm90"
+                try:
+                    row["peak_bytes"] = _peak(case, provider, recipe, device)
+                except torch.OutOfMemoryError:
+                    row.update(status="unavailable", reason=OUT_OF_MEMORY)
+                except (RuntimeError, ValueError) as error:
+                    row.update(status="failed", reason=" ".join(str(error).split())[:300] or repr(error))
+                gc.collect()
+                torch.cuda.empty_cache()
+            rows.append(row)
+        on_done()
+    return rows
+
+
+def _peak(case: Case, provider: str, recipe: str | None, device: torch.device | str) -> int:
+    import cute_attn
+
+    q, k, v = cases.make_inputs(case, torch.bfloat16, device)
+
+    def attend() -> object:
+        if provider == STANDARD:
+            group = case.heads_q // case.heads_k
+            heads = [x.transpose(1, 2) for x in (q, k, v)]
+            keys, values = (x if group == 1 else x.repeat_interleave(group, 1) for x in heads[1:])
+            return torch.softmax(heads[0] @ keys.mT, dim=-1) @ values  # a scale would be folded into q
+        if recipe is None:
+            return cute_attn.flash_attn_func(q, k, v, backend="sm90")
+        return cute_attn.fp8_attention(q, k, v, recipe=recipe, backend="sm90")
+
+    with torch.no_grad():
+        if provider != STANDARD:
+            attend()  # the constants of a device are made in its first call
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        out = attend()
+        torch.cuda.synchronize(device)
+        del out
+        return torch.cuda.max_memory_allocated(device) - before
+
+
+def readable(size: float) -> str:
+    """Bytes as "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def memory_grid(rows: Sequence[Row]) -> Grid | None:
+    """Memory by length, from rows of phase "memory"; None without any."""
+    found = [row for row in rows if row["phase"] == "memory"]
+    if not found:
+        return None
+
+    def column(row: Row) -> str:
+        return "standard" if row["provider"] == STANDARD else f"ours, {row['recipe'] or '16 bits'}"
+
+    columns = list(dict.fromkeys(map(column, found)))
+    measured = any(row["peak_bytes"] is not None or row["status"] != "ok" for row in found)
+    grid = Grid(
+        "Memory of a call beyond its inputs",
+        [
+            "d",
+            "mask",
+            "b x h",
+            "seqlen",
+            *(name + (" (measured)" if measured else "") for name in columns),
+            "ratio",
+        ],
+        text_columns=2,
+    )
+    lines: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in found:
+        key = tuple(row[name] for name in ("head_dim", "causal", "batch", "heads_q", "heads_k", "seqlen_k"))
+        lines.setdefault(key, {})[column(row)] = row
+    for (head_dim, causal, batch, heads_q, heads_k, seqlen), cells in lines.items():
+        heads = str(heads_q) if heads_q == heads_k else f"{heads_q}/{heads_k}"
+        texts = []
+        for name in columns:
+            row = cells[name]
+            text = readable(row["model_bytes"])
+            if row["status"] != "ok":
+                text += f" ({row['reason'] if row['reason'] == OUT_OF_MEMORY else row['status']})"
+            elif row["peak_bytes"] is not None:
+                text += f" ({readable(row['peak_bytes'])})"
+            texts.append(text)
+        sizes = [cells[name]["model_bytes"] for name in columns]
+        ratio = f"{sizes[0] / max(sizes[1:]):.0f}x" if len(sizes) > 1 else "-"
+        mask = "causal" if causal else "full"
+        grid.lines.append([str(head_dim), mask, f"{batch} x {heads}", str(seqlen), *texts, ratio])
+    grid.notes.append(
+        "standard: scores and probabilities in memory, 16 bits each. ours: output, lse, 8-bit operands."
+    )
+    if measured:
+        grid.notes.append(
+            "In brackets the measured peak of torch's allocator. ratio: of worked-out bytes, to the largest of ours."
+        )
+    return grid
+
+
+# --- what is moved
+
+
+def standard_io(n: int, d: int) -> dict[str, int]:
+    """Bytes by tensor that standard attention moves for one head: scores cross the memory bus four times."""
+    return {"q, k, v": 2 * 3 * n * d, "out": 2 * n * d + 4 * n, "scores": 2 * 4 * n * n}
+
+
+def flash1_io(n: int, d: int, block_k: int) -> dict[str, int]:
+    """FlashAttention: a visit of each tile of keys to all rows, with O and the softmax's state read and written."""
+    visits = -(-n // block_k)
+    return {
+        "q, k, v": 2 * (2 * n * d + visits * n * d),
+        "out": (2 * visits + 1) * (2 * n * d + 2 * 4 * n),
+        "scores": 0,
+    }
+
+
+def flash2_io(n: int, d: int, block_q: int) -> dict[str, int]:
+    """FlashAttention-2 and later: keys and values once for each tile of rows, all else once."""
+    return {"q, k, v": 2 * (n * d + 2 * -(-n // block_q) * n * d), "out": 2 * n * d + 4 * n, "scores": 0}
+
+
+def io_grid(seqlens: Sequence[int], head_dims: Sequence[int], sram_bytes: int = SRAM_BYTES) -> Grid:
+    """The model for one head, full mask, 16-bit tensors: bytes moved by N and d.
+
+    Args:
+        sram_bytes: M, on-chip memory; FlashAttention's tiles follow from it, FlashAttention-2's rows are `TILE_M`.
+
+    Raises:
+        ValueError: M is below one row.
+    """
+    grid = Grid(
+        f"Memory traffic of one head, M = {readable(sram_bytes)} on chip",
+        [
+            "d",
+            "N",
+            "standard",
+            "FlashAttention",
+            "FlashAttention-2",
+            "once each",
+            "standard / FA-2",
+            "FLOP / byte, FA-2",
+        ],
+        text_columns=0,
+    )
+    for d in head_dims:
+        _, block_k = block_sizes(sram_bytes // 2, d)
+        for n in seqlens:
+            totals = [
+                sum(model.values())
+                for model in (standard_io(n, d), flash1_io(n, d, block_k), flash2_io(n, d, TILE_M))
+            ]
+            once = 2 * 4 * n * d + 4 * n
+            grid.lines.append(
+                [
+                    str(d),
+                    str(n),
+                    *map(readable, totals),
+                    readable(once),
+                    f"{totals[0] / totals[2]:.1f}x",
+                    f"{4 * n * n * d / totals[2]:.0f}",
+                ]
+            )
+    grid.notes += [
+        f"FlashAttention: tiles of ceil(M / 4d) keys, visited by all rows. FlashAttention-2: tiles of {TILE_M} rows, "
+        "each of which reads all keys; caches are left out, and L2 serves most of these reads.",
+        "once each: Q, K, V read and O written once, the least there is.",
+    ]
+    return grid
+
+
+def measured_io_grid(rows: Sequence[Row], tile_m: int = TILE_M) -> Grid | None:
+    """What Nsight Compute counted for a launch, beside the model; from rows of phase "profile", None without any."""
+    found = [row for row in rows if row["phase"] == "profile" and row.get("dram_read_bytes") is not None]
+    if not found:
+        return None
+    grid = Grid(
+        "Memory traffic of a launch: counted, and by the model",
+        [
+            "kernel",
+            "d",
+            "seqlen",
+            "b x h",
+            "HBM",
+            "L2",
+            "operands once",
+            "tiles of rows, no cache",
+            "standard",
+        ],
+        text_columns=1,
+    )
+    for row in found:
+        n, d, heads = row["seqlen_k"], row["head_dim"], row["batch"] * row["heads_q"]
+        width = 1 if row["dtype"] == "fp8" else 2  # bytes of Q, K and V; the output has 2
+        once = heads * (3 * n * d * width + 2 * n * d)
+        tiles = heads * (n * d * width + 2 * -(-n // tile_m) * n * d * width + 2 * n * d)
+        standard = heads * (3 * n * d * width + 2 * n * d + 8 * n * n)
+        moved = row["dram_read_bytes"] + row["dram_write_bytes"]
+        grid.lines.append(
+            [
+                f"{row['provider']} {row['recipe'] or row['dtype']}",
+                str(d),
+                str(n),
+                f"{row['batch']} x {row['heads_q']}",
+                *map(readable, (moved, row["l2_bytes"], once, tiles, standard)),
+            ]
+        )
+    grid.notes.append(
+        "HBM, L2: bytes that Nsight Compute counted (the record of scripts/profile_kernels.py)."
+    )
+    return grid
+
+
+def profile_record() -> Path | None:
+    """The record of counters in the source tree, where there is one."""
+    root = record.source_root()
+    path = None if root is None else root / "perf" / "records" / "profile.json"
+    return path if path is not None and path.is_file() else None

@@ -1,0 +1,221 @@
+"""The kernels that a model calls, compiled before its first call.
+
+A kernel compiles in seconds when it is first used. `warmup` does that ahead, in parallel processes, from shapes or from
+the configuration of a model of transformers; `python -m cute_attn.compile --model` does it on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from cute_attn import cache, dispatch, plan
+from cute_attn import compile as compiler
+from cute_attn.compile import KernelConfig
+from cute_attn.dispatch import EXACT
+from cute_attn.problem import Problem
+from cute_attn.quantize import Fp8Recipe, resolve_recipe
+
+__all__ = ["SEQLENS", "ModelShapes", "kernels", "model_shapes", "warmup"]
+
+SEQLENS: Final = (1, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768)
+"""Numbers of queries of a call that stand for a decoding step and for prefills of any length: kernels differ in whether
+they share tiles among query heads and pair CTAs, and every such pair of choices occurs among these lengths."""
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """What a model's attention calls have in common.
+
+    Attributes:
+        heads_q, heads_k, head_dim, head_dim_v: as in `flash_attn_func`.
+        dtype: float16 or bfloat16, of the tensors.
+        causal: whether prefills are causal.
+        windows: (left, right) of the layers, (-1, -1) for those without a sliding window.
+        softcap: of the scores, 0 for none.
+        sinks: whether layers have sinks.
+
+    Raises:
+        TypeError: another dtype.
+    """
+
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = True
+    windows: tuple[tuple[int, int], ...] = ((-1, -1),)
+    softcap: float = 0.0
+    sinks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in plan.DTYPE_NAMES:
+            raise TypeError(f"dtype is {self.dtype}; allowed: torch.float16, torch.bfloat16")
+
+
+def model_shapes(model: Any) -> ModelShapes:
+    """Shapes of a model of transformers.
+
+    Args:
+        model: a model, its configuration, or a name or folder that `AutoConfig` finds.
+
+    Raises:
+        ImportError: transformers is not installed, and a name or folder is given.
+        OSError: there is no such model.
+        ValueError: the configuration names no heads.
+    """
+    config = getattr(model, "config", model)
+    if isinstance(config, (str, os.PathLike)):
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(config)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    heads_q = getattr(config, "num_attention_heads", None)
+    if not heads_q:
+        raise ValueError(f"{type(config).__name__} has no num_attention_heads; give ModelShapes instead")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads_q
+    rotary = getattr(config, "qk_rope_head_dim", None)  # multi-head latent attention: two parts of a head
+    head_dim_v = head_dim
+    if rotary is not None:
+        head_dim, head_dim_v = config.qk_nope_head_dim + rotary, config.v_head_dim
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    if window is None or getattr(config, "use_sliding_window", True) is False:
+        windows: tuple[tuple[int, int], ...] = ((-1, -1),)
+    elif kinds and "sliding_attention" not in kinds:
+        windows = ((-1, -1),)
+    else:
+        windows = ((window - 1, -1),) + (((-1, -1),) if "full_attention" in kinds else ())
+    dtype = getattr(config, "dtype", None)
+    return ModelShapes(
+        heads_q=heads_q,
+        heads_k=heads_q if rotary is not None else getattr(config, "num_key_value_heads", None) or heads_q,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype if dtype in plan.DTYPE_NAMES else torch.bfloat16,
+        causal=_is_causal(config),
+        windows=windows,
+        softcap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
+        sinks=getattr(config, "model_type", "") == "gpt_oss",
+    )
+
+
+def _is_causal(config: Any) -> bool:
+    """Whether a configuration is that of a decoder."""
+    if getattr(config, "is_causal", True) is False or getattr(config, "is_decoder", True) is False:
+        return False
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as decoders
+    except ImportError:
+        return True
+    return getattr(config, "model_type", "") in decoders
+
+
+def kernels(
+    shapes: ModelShapes, precisions: Sequence[str | Fp8Recipe] = (EXACT,), seqlens: Sequence[int] = SEQLENS
+) -> list[KernelConfig]:
+    """The kernels that calls of these shapes use, each once.
+
+    Args:
+        shapes: of the model.
+        precisions: "bf16" (the 16-bit kernel), names of recipes, or recipes. Layers that no 8-bit kernel serves (with
+            a window, softcap or sinks) use the 16-bit kernel.
+        seqlens: numbers of queries of a call; one query sees all keys, more of them as `shapes.causal` says.
+
+    Raises:
+        TypeError, ValueError: an unknown precision, or shapes for which there is no kernel.
+    """
+    found: dict[KernelConfig, None] = {}
+    dtype = plan.DTYPE_NAMES[shapes.dtype]
+    for asked in precisions:
+        precision = dispatch.check_options(asked, "auto", "error")
+        for window in shapes.windows:
+            for seqlen, cuts in _lengths(seqlens, window[0]):
+                causal = shapes.causal and seqlen > 1
+                if precision == EXACT or cuts or shapes.softcap > 0 or shapes.sinks:
+                    config = plan.forward16_config(
+                        shapes.head_dim,
+                        shapes.head_dim_v,
+                        dtype,
+                        causal=causal and not cuts,
+                        window=cuts,
+                        softcap=shapes.softcap > 0,
+                        sinks=shapes.sinks,
+                        group=shapes.heads_q // shapes.heads_k,
+                        seqlen_q=seqlen,
+                    )
+                    found[config] = None
+                    continue
+                chosen = plan.make_plan(
+                    Problem(
+                        batch=1,
+                        seqlen_q=seqlen,
+                        seqlen_k=seqlen,
+                        heads_q=shapes.heads_q,
+                        heads_k=shapes.heads_k,
+                        head_dim=shapes.head_dim,
+                        head_dim_v=shapes.head_dim_v,
+                        in_dtype=shapes.dtype,
+                        out_dtype=shapes.dtype,
+                        causal=causal,
+                        recipe=resolve_recipe(precision),
+                        capability=(9, 0),
+                    )
+                )
+                assert chosen.quantize_config is not None
+                found[chosen.quantize_config] = None
+                found[chosen.config] = None
+    return list(found)
+
+
+def _lengths(seqlens: Sequence[int], left: int) -> Iterator[tuple[int, bool]]:
+    """(queries, whether the window hides a key) of calls: few queries may meet few keys or many."""
+    for seqlen in seqlens:
+        if left < 0 or seqlen <= left:
+            yield seqlen, False
+        if left >= 0:
+            yield seqlen, True
+
+
+def warmup(
+    model: Any,
+    precisions: Sequence[str | Fp8Recipe] = (EXACT,),
+    seqlens: Sequence[int] = SEQLENS,
+    *,
+    jobs: int | None = None,
+) -> dict[str, float]:
+    """Compile the kernels that a model calls, and load them into this process.
+
+    Args:
+        model: `ModelShapes`, or what `model_shapes` takes: a model of transformers, its configuration, name or folder.
+        precisions, seqlens: as in `kernels`.
+        jobs: processes that compile into the disk cache (default: CPUs, at most 8). Without a disk cache this process
+            compiles one after another.
+
+    Returns:
+        seconds by name of the kernel: of its compilation, or of loading it where it was compiled before.
+
+    Raises:
+        TypeError, ValueError, OSError, ImportError: as `model_shapes` and `kernels`.
+        RuntimeError: a kernel did not compile.
+    """
+    shapes = model if isinstance(model, ModelShapes) else model_shapes(model)
+    configs = kernels(shapes, precisions, seqlens)
+    seconds: dict[str, float] = {}
+    if cache.cache_dir() is not None and jobs != 1:
+        for config, done in compiler.fill_cache(configs, jobs):
+            if isinstance(done, BaseException):
+                raise RuntimeError(f"{config.name} did not compile: {done}") from done
+            seconds[config.name] = done
+    for config in configs:
+        start = time.perf_counter()
+        compiler.compile_kernel(config)
+        seconds.setdefault(config.name, time.perf_counter() - start)
+    return seconds

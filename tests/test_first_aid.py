@@ -1,0 +1,324 @@
+"""`is_supported`, the doctor, the self-test and compiling ahead for a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cute_attn
+from cute_attn import ModelShapes, compile, doctor, is_supported, model_shapes, plan, precompile, selftest
+from cute_attn.kernels.config import Fwd16Config
+
+# --- is_supported
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "the 16-bit kernel"),
+        (
+            {"precision": "accurate", "causal": True, "heads_q": 8, "heads_k": 2},
+            "the 8-bit kernels, recipe 'accurate'",
+        ),
+        ({"precision": cute_attn.Fp8Recipe(name="mine")}, "the 8-bit kernels, recipe 'mine'"),
+        (
+            {"window_size": (5, 0), "softcap": 30.0, "alibi": True, "sinks": True, "head_dim_v": 64},
+            "the 16-bit kernel",
+        ),
+    ],
+)
+def test_supported(options: dict[str, Any], reason: str) -> None:
+    support = is_supported(**options, capability=(9, 0))
+    assert support and support.reason == reason and str(support) == f"supported: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"head_dim": 20}, "head_dim of q is 20; allowed: multiples of 8 from 32 to 256"),
+        ({"head_dim": 512}, "head_dim of q is 512"),
+        ({"precision": "fp8", "head_dim": 40}, "the nearest to pad to is 48"),
+        ({"heads_q": 3, "heads_k": 2}, "heads of q is 3; allowed: a multiple"),
+        ({"dtype": torch.float32}, "q has dtype torch.float32"),
+        ({"precision": "fp8", "window_size": (5, 0)}, "no 8-bit kernel has a sliding window"),
+        ({"precision": "fp8", "softcap": 30.0}, "softcap is 30.0, and no 8-bit kernel has one"),
+        ({"precision": "fp8", "sinks": True}, "no 8-bit kernel has them"),
+        ({"precision": "fp8", "alibi": True}, "alibi_slopes are given"),
+        ({"attn_mask": True}, "a mask tensor is given; allowed: causal, window_size"),
+        ({"dropout_p": 0.1}, "dropout_p is 0.1"),
+        ({"precision": "accurate", "requires_grad": True}, "q requires grad"),
+        ({"capability": (8, 0)}, "the GPU is of 8.0; allowed: compute capability 9.x"),
+    ],
+)
+def test_not_supported(options: dict[str, Any], reason: str) -> None:
+    support = is_supported(**{"capability": (9, 0), **options})
+    assert not support and reason in support.reason and str(support).startswith("not supported: ")
+
+
+def test_supported_needs_a_gpu_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert is_supported().reason.startswith("there is no NVIDIA GPU")
+    with pytest.raises(ValueError, match="precision is 'fp4'"):
+        is_supported("fp4")
+
+
+# --- doctor
+
+
+def findings(**more: Any) -> dict[str, doctor.Finding]:
+    return {finding.what: finding for finding in doctor.examine(**more)}
+
+
+def test_doctor_finds_the_packages(cache_folder: Path) -> None:
+    found = findings()
+    assert found["torch"].status == "ok" and found["torch"].found == torch.__version__
+    assert found["nvidia-cutlass-dsl"].status == "ok" and not found["nvidia-cutlass-dsl"].advice
+    assert (
+        found["compiled kernels"].found.startswith(str(cache_folder))
+        and "0 kernels" in found["compiled kernels"].found
+    )
+    assert found["CUTE_ATTN_CACHE_DIR"].found == str(cache_folder)
+
+
+def test_doctor_names_versions_outside_of_the_range(
+    monkeypatch: pytest.MonkeyPatch, cache_folder: Path
+) -> None:
+    metadata = doctor.importlib.metadata
+    versions = {"nvidia-cutlass-dsl": "4.9.0"}
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name == "apache-tvm-ffi":
+            raise metadata.PackageNotFoundError(name)
+        return versions.get(name) or real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = findings()
+    assert found["nvidia-cutlass-dsl"].status == "problem"
+    assert "pip install 'nvidia-cutlass-dsl" in found["nvidia-cutlass-dsl"].advice
+    assert found["apache-tvm-ffi"].found == "missing"
+    monkeypatch.setattr(metadata, "requires", lambda name: version("apache-tvm-ffi"))
+    assert findings()["cute_attn"].status == "note"
+
+
+def test_doctor_looks_at_the_cache_folder(
+    monkeypatch: pytest.MonkeyPatch, cache_folder: Path, tmp_path: Path
+) -> None:
+    cache_folder.mkdir()
+    cache_folder.chmod(0o777)
+    assert "chmod 700" in findings()["compiled kernels"].advice
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(file / "folder"))
+    assert findings()["compiled kernels"].status == "note"
+    monkeypatch.setenv("CUTE_ATTN_DISABLE_DISK_CACHE", "1")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
+    found = findings()
+    assert found["compiled kernels"].found == "not kept on disk"
+    assert found["CUTE_DSL_ARCH"].status == "problem"
+
+
+class _Card:
+    """torch.cuda of a machine that is not there."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], driver: str | None
+    ) -> None:
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "some GPU")
+        monkeypatch.setattr("cute_attn.bench.record.gpu_state", lambda: {"gpu": "some GPU", "driver": driver})
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "problems"),
+    [((9, 0), "580.65", []), ((9, 0), "550.54", []), ((9, 0), None, []), ((8, 0), "580.65", ["Hopper GPU"])],
+)
+def test_doctor_looks_at_the_gpu(
+    capability: tuple[int, int],
+    driver: str | None,
+    problems: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    cache_folder: Path,
+) -> None:
+    _Card(monkeypatch, capability, driver)
+    found = findings()
+    assert [name for name, finding in found.items() if finding.status == "problem"] == problems
+    assert (found["driver"].status == "ok") == (driver == "580.65")
+    assert doctor.main([]) == int(bool(problems))
+
+
+def test_doctor_command(capsys: pytest.CaptureFixture[str], cache_folder: Path) -> None:
+    status = doctor.main(["--json"])
+    listed = json.loads(capsys.readouterr().out)
+    assert {"what", "status", "found", "advice"} == set(listed[0])
+    assert status == int(any(each["status"] == "problem" for each in listed))
+    done = subprocess.run([sys.executable, "-m", "cute_attn.doctor"], capture_output=True, text=True)
+    assert done.returncode == status and "nvidia-cutlass-dsl" in done.stdout
+
+
+def test_doctor_compiles(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "build", lambda config: None)
+    assert findings(compile_one=True)["compiler"].status == "ok"
+
+    def fails(config: object) -> None:
+        raise RuntimeError("no such target")
+
+    monkeypatch.setattr(compile, "build", fails)
+    assert "no such target" in findings(compile_one=True)["compiler"].found
+
+
+# --- selftest
+
+ONE = selftest.Case("bf16", torch.bfloat16, 20, 33, 4, 2, 64, True)
+
+
+@pytest.mark.parametrize("precision", list(selftest.BOUNDS))
+def test_selftest_passes_on_the_stand_ins(precision: str) -> None:
+    case = replace(ONE, precision=precision, seqlen_q=70, seqlen_k=200)
+    result = selftest.run(case, "emulator", "cpu")
+    assert result.reason is None and result.error is not None
+    assert selftest.BOUNDS[precision] / 10 < result.error  # the bound means something
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (
+            lambda out, lse, n: (out.index_fill(1, torch.tensor([3]), torch.nan), lse),
+            "the output is not finite",
+        ),
+        (lambda out, lse, n: (out.flip(1), lse), "the error is"),
+        (lambda out, lse, n: (out, lse + 0.5), "the log-sum-exp is off by 5.0e-01"),
+        (lambda out, lse, n: (out, lse.index_fill(2, torch.tensor([0]), -torch.inf)), "rows without keys"),
+        (lambda out, lse, n: (out * (1 + 2.0**-7 * (n == 1)), lse), "two runs differ"),
+    ],
+)
+def test_selftest_finds_what_is_wrong(spoil: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = selftest.flash.flash_attn_func, iter(range(9))
+    monkeypatch.setattr(
+        selftest.flash, "flash_attn_func", lambda *args, **more: spoil(*real(*args, **more), next(calls))
+    )
+    found = selftest.run(ONE, "emulator", "cpu").reason
+    assert found is not None and found.startswith(reason)
+
+
+def test_selftest_reports_exceptions() -> None:
+    result = selftest.run(replace(ONE, head_dim=20), "emulator", "cpu")
+    assert result.error is None and result.reason is not None
+    assert result.reason.startswith("ValueError: head_dim of q is 20")
+
+
+def test_selftest_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert selftest.main([]) == 2
+    assert "no Hopper GPU" in capsys.readouterr().out
+    monkeypatch.setattr(selftest, "cases", lambda full: [ONE, replace(ONE, head_dim=20)])
+    assert selftest.main(["--backend", "emulator"]) == 1
+    output = capsys.readouterr().out
+    assert "bf16, d 64, causal, 20 x 33, heads 4/2" in output and "1 of 2 cases passed" in output
+
+
+def test_selftest_cases() -> None:
+    few, many = selftest.cases(), selftest.cases(full=True)
+    assert len(set(few)) == len(few) < len(set(many)) == len(many)
+    assert {case.precision for case in few} == {"bf16", "accurate", "fp8"}
+
+
+@pytest.mark.gpu
+def test_selftest_on_the_gpu() -> None:
+    assert selftest.main([]) == 0
+
+
+# --- ahead of use
+
+
+def test_kernels_are_those_that_calls_use() -> None:
+    shapes = ModelShapes(8, 2, 128, 128)
+    configs = precompile.kernels(shapes, ["bf16", "accurate"])
+    for seqlen in (1, 16, 200, 700, 5000):
+        wanted = plan.forward16_config(128, 128, "bf16", causal=seqlen > 1, group=4, seqlen_q=seqlen)
+        assert wanted in configs
+    assert len(configs) == len(set(configs))
+    assert sum(isinstance(config, Fwd16Config) for config in configs) < len(configs)
+
+
+def test_windows_need_kernels_with_and_without() -> None:
+    shapes = ModelShapes(4, 2, 64, 64, windows=((99, -1), (-1, -1)), softcap=50.0)
+    configs = precompile.kernels(shapes, ["fp8"], [1, 64, 200])
+    assert all(isinstance(config, Fwd16Config) and config.softcap for config in configs)
+    assert {config.window for config in configs if isinstance(config, Fwd16Config)} == {True, False}
+    only = precompile.kernels(replace(shapes, windows=((99, -1),), softcap=0.0), ["fp8"], [200])
+    assert [config.name for config in only if isinstance(config, Fwd16Config) and not config.window] == []
+
+
+def test_shapes_of_models() -> None:
+    transformers = pytest.importorskip("transformers")
+    llama = transformers.LlamaConfig(hidden_size=256, num_attention_heads=8, num_key_value_heads=2)
+    assert model_shapes(llama) == ModelShapes(8, 2, 32, 32)
+    assert model_shapes(transformers.Gemma2Config(sliding_window=64)).windows == ((63, -1), (-1, -1))
+    deepseek = model_shapes(transformers.DeepseekV3Config())
+    assert (deepseek.head_dim, deepseek.head_dim_v, deepseek.heads_k) == (192, 128, 128)
+    assert (
+        not model_shapes(transformers.BertConfig()).causal
+        and not model_shapes(transformers.ViTConfig()).causal
+    )
+    assert model_shapes(transformers.GptOssConfig()).sinks
+    with pytest.raises(ValueError, match="has no num_attention_heads"):
+        model_shapes(object())
+    with pytest.raises(TypeError, match=r"dtype is torch.float32"):
+        ModelShapes(1, 1, 64, 64, torch.float32)
+
+
+def test_warmup_compiles_what_is_needed(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
+    """In processes where there is a disk cache, then into this one."""
+    shapes, done, loaded = ModelShapes(2, 2, 64, 64), [], []
+
+    def fill(configs: list[Any], jobs: int | None) -> Any:
+        done.extend(configs)
+        return ((config, 1.5) for config in configs)
+
+    monkeypatch.setattr(compile, "fill_cache", fill)
+    monkeypatch.setattr(compile, "compile_kernel", loaded.append)
+    seconds = cute_attn.warmup(shapes, ["accurate"], [1, 300])
+    wanted = precompile.kernels(shapes, ["accurate"], [1, 300])
+    assert done == loaded == wanted and seconds == {config.name: 1.5 for config in wanted}
+    monkeypatch.setattr(compile, "fill_cache", lambda configs, jobs: iter([(configs[0], ValueError("no"))]))
+    with pytest.raises(RuntimeError, match="did not compile: no"):
+        cute_attn.warmup(shapes)
+
+
+def test_compile_command_takes_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache_folder: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=2)
+    config.save_pretrained(tmp_path)
+    asked: list[Any] = []
+
+    def fill(configs: list[Any], jobs: int | None) -> Any:
+        asked.extend(configs)
+        return ((config, 0.5) for config in configs)
+
+    monkeypatch.setattr(compile, "fill_cache", fill)
+    assert compile.main(["--model", str(tmp_path), "--recipe", "bf16,fp8", "--seqlen", "1,300"]) == 0
+    assert asked == precompile.kernels(ModelShapes(2, 2, 64, 64), ["bf16", "fp8"], [1, 300])
+    assert f"{asked[0].name}  0.5 s" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        compile.main(["--model", str(tmp_path / "none")])
+
+
+def test_compile_command_takes_the_16bit_kernel() -> None:
+    configs = compile._chosen(["bf16"], [(64, 64)], ["fp16"], [1, 8])
+    assert all(isinstance(config, Fwd16Config) for config in configs)
+    for seqlen, causal, group in ((1, False, 8), (4096, True, 8), (4096, False, 1)):
+        assert plan.forward16_config(64, 64, "fp16", causal=causal, group=group, seqlen_q=seqlen) in configs
