@@ -235,7 +235,8 @@ def _kernel(
     """Name of what serves a call in this precision. Raises what the function of that precision raises."""
     if precision == EXACT:
         validate.check_forward_only("16-bit", q=q, k=k, v=v, sinks=sinks)
-        flash._check_options(0.0, softmax_scale, causal, softcap, False, False, window)
+        validate.check_softmax_scale(softmax_scale, q.shape[3])
+        flash._check_options(0.0, causal, softcap, False, False, window)
         stand_in = "reference" if backend == "emulator" else backend
         return flash.flash_attn_kernel(q, k, v, causal, window, softcap, alibi_slopes, sinks, stand_in)
     if 0 <= window[0] < v.shape[1] - 1 or (window[1] >= 0 and not causal):
