@@ -613,7 +613,8 @@ class Tile16:
     cluster: int = 2  # where a head has tiles enough, see `_choose_cluster`
 
 
-_PRODUCER_REGS_VARLEN: Final = 32  # what 240 for each of two consumer warpgroups leave
+# a consumer's and the producer's where two consume and the producer looks for tiles, too; 240 would leave it 24
+_REGS_VARLEN: Final = (232, 40)
 _BOUND_16: Final = "what two stages of K and V leave room for in shared memory"
 
 TILES_16: Final = (
@@ -677,9 +678,9 @@ def forward16_config(
     plain = not (causal or window or softcap or alibi)
     tile = next((t for t in TILES_16 if columns <= t.columns and t.plain in (None, plain)), TILES_16[-1])
     pack_gqa = _packed_heads(group, seqlen_q, tile.tile_m, varlen)
-    producer_regs = tile.producer_regs
-    if varlen:  # whose producer looks for tiles, too
-        producer_regs = max(producer_regs, _PRODUCER_REGS_VARLEN)
+    consumer_regs, producer_regs = tile.consumer_regs, tile.producer_regs
+    if varlen and tile.tile_m == 128:
+        consumer_regs, producer_regs = _REGS_VARLEN
     cluster = 1
     if not (
         window or varlen
@@ -698,7 +699,7 @@ def forward16_config(
             softcap=softcap,
             alibi=alibi,
             sinks=sinks,
-            consumer_regs=tile.consumer_regs,
+            consumer_regs=consumer_regs,
             producer_regs=producer_regs,
             pingpong=tile.pingpong,
             cluster=cluster,
