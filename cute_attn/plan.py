@@ -790,7 +790,8 @@ class Tile16:
     cluster: int = 2  # where a head has tiles enough, see `_choose_cluster`
 
 
-_PRODUCER_REGS_VARLEN: Final = 32  # what 240 for each of two consumer warpgroups leave
+# a consumer's and the producer's where two consume and the producer looks for tiles, too; 240 would leave it 24
+_REGS_VARLEN: Final = (232, 40)
 _BOUND_16: Final = "what two stages of K and V leave room for in shared memory"
 
 TILES_16: Final = (
@@ -885,9 +886,9 @@ def forward16_choice(
         t for t in TILES_16 if columns <= t.columns and t.plain in (None, plain) and (short or not t.short)
     )
     pack_gqa, why_pack = _choose_pack_gqa(group, seqlen_q, tile.tile_m, varlen)
-    producer_regs = tile.producer_regs
-    if varlen:  # whose producer looks for tiles, too
-        producer_regs = max(producer_regs, _PRODUCER_REGS_VARLEN)
+    consumer_regs, producer_regs = tile.consumer_regs, tile.producer_regs
+    if varlen and tile.tile_m == 128:
+        consumer_regs, producer_regs = _REGS_VARLEN
     cluster, why_cluster = 1, None
     if not (window or varlen):  # whose tiles do not read the same keys, or are given out one by one
         cluster, why_cluster = _choose_cluster(tile, -(-seqlen_q * pack_gqa // tile.tile_m), causal)
@@ -904,7 +905,7 @@ def forward16_choice(
             softcap=softcap,
             alibi=alibi,
             sinks=sinks,
-            consumer_regs=tile.consumer_regs,
+            consumer_regs=consumer_regs,
             producer_regs=producer_regs,
             pingpong=tile.pingpong,
             cluster=cluster,

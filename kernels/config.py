@@ -100,6 +100,14 @@ class _Forward:
         return WARPGROUP * (self.consumer_warpgroups + 1)
 
     @property
+    def launch_regs(self) -> int:
+        """Registers that each thread starts with: an equal share of the SM's, in steps of 8.
+
+        setmaxnreg deals them out again inside the CTA: who asks for more waits until others have given back enough.
+        """
+        return REGISTERS_PER_SM // self.threads // 8 * 8
+
+    @property
     def q_stages(self) -> int:
         """2, so that Q of the next work tile is there when this one is done, or 1 where that does not fit."""
         return 2 if self._smem_bytes(2) <= SMEM_LIMIT else 1
@@ -128,9 +136,13 @@ class _Forward:
             )
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"shared memory {self.smem_bytes} bytes exceeds {SMEM_LIMIT}")
-        regs = WARPGROUP * (self.consumer_regs * self.consumer_warpgroups + self.producer_regs)
-        if regs > REGISTERS_PER_SM:
-            raise ValueError(f"{regs} registers exceed {REGISTERS_PER_SM}")
+        wanted = self.consumer_regs * self.consumer_warpgroups + self.producer_regs
+        given = self.launch_regs * (self.consumer_warpgroups + 1)
+        if wanted > given:  # the last warpgroup would wait for ever
+            raise ValueError(
+                f"{self.consumer_warpgroups} consumer warpgroups of {self.consumer_regs} registers and a producer of "
+                f"{self.producer_regs} want {wanted}, more than the {given} registers that they start with"
+            )
 
 
 def _aligned(*parts: int) -> int:

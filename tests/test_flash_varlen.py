@@ -339,8 +339,10 @@ def test_plan(hopper: None) -> None:
     assert packed(8, 256) == 8  # on average: some are longer, some shorter, and few end with a tile
     config = forward16_config(128, 128, "bf16", causal=True, varlen=True)
     plain = forward16_config(128, 128, "bf16", causal=True)
-    assert replace(config, varlen=False, cluster=2, producer_regs=24) == plain
-    assert config.name == plain.name.replace("causal", "causal_varlen").removesuffix("_x2")
+    assert (config.consumer_regs, config.producer_regs) == (232, 40)
+    same = replace(config, varlen=False, cluster=2, consumer_regs=240, producer_regs=24)
+    assert same == plain
+    assert config.name == plain.name.replace("causal", "causal_varlen").removesuffix("_x2") + "_r232"
     with pytest.raises(ValueError, match="cluster must be 1 with varlen, got 2"):
         replace(config, cluster=2).check()
     given = inputs(((300, 300), (100, 100)))

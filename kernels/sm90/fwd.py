@@ -321,6 +321,8 @@ class FwdSm90:
                             taken = take_unit(lengths[4])
                         unit = ctas + cute.arch.shuffle_sync(taken, 0)
                         search, found, rest, seq = find_sequence(unit, search, lengths, group * heads_k, cfg)
+                    # also in a CTA without a tile: this grid may not end, and the counter be freed, before the reset
+                    cute.arch.griddepcontrol_wait()
                     end = (Int32(END), *[Int32(0)] * 6)
                     put_place(end, where, pipes[3], slot)
                 else:
