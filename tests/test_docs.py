@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import hf, validate
+from cute_attn import doctor, hf, validate
 from cute_attn.kernels.config import Fwd16Config
 
 ROOT = Path(__file__).parents[1]
@@ -202,5 +202,7 @@ def test_limits_are_those_of_the_kernels() -> None:
     assert (HEAD_DIMS[0], HEAD_DIMS[-1], HEAD_DIMS[1] - HEAD_DIMS[0]) == (32, 256, 16)
     assert (HEAD_DIMS_16BIT[0], HEAD_DIMS_16BIT[-1], HEAD_DIMS_16BIT[1] - HEAD_DIMS_16BIT[0]) == (32, 256, 8)
     text = (ROOT / "docs" / "limits.md").read_text()
+    listed = re.findall(r"^\| (.+) \| (yes|no) \| (yes|no) \|$", text, re.MULTILINE)
+    assert listed == doctor.support_table()
     assert "multiples of 16 from 32 to 256" in text and "multiples of 8 from 32 to 256" in text
     assert {"window", "softcap", "alibi", "sinks"} <= set(Fwd16Config.__dataclass_fields__)
