@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-__all__ = ["Finding", "examine", "main"]
+__all__ = ["Finding", "examine", "main", "support_table"]
 
 Status = Literal["ok", "note", "problem"]
 MIN_DRIVER: Final = 580  # of CUDA 13, which the compiled kernels' runtime is
@@ -46,6 +46,39 @@ class Finding:
     status: Status
     found: str
     advice: str = ""
+
+
+def support_table() -> list[tuple[str, str, str]]:
+    """(feature, "yes" or "no" for 16 bits, likewise for 8 bits) on a Hopper GPU, each as `is_supported` answers."""
+    import torch
+
+    from cute_attn.dispatch import is_supported
+
+    features: dict[str, dict[str, Any]] = {
+        "full attention": {},
+        "causal mask": {"causal": True},
+        "sliding window": {"window_size": (128, 0)},
+        "softcap": {"softcap": 30.0},
+        "ALiBi": {"alibi": True},
+        "sinks": {"sinks": True},
+        "grouped heads (GQA, MQA)": {"heads_q": 8, "heads_k": 1},
+        "float16": {"dtype": torch.float16},
+        "float32": {"dtype": torch.float32},
+        "head_dim 40": {"head_dim": 40},
+        "head_dim 64, 128, 256": {"head_dim": 256},
+        "head_dim 96": {"head_dim": 96},
+        "head_dim 192, of V 128": {"head_dim": 192, "head_dim_v": 128},
+        "head_dim 512": {"head_dim": 512},
+        "mask tensors": {"attn_mask": True},
+        "dropout": {"dropout_p": 0.1},
+        "gradients": {"requires_grad": True},
+    }
+    rows = []
+    for feature, options in features.items():
+        answers = [is_supported(name, **options, capability=(9, 0)) for name in ("bf16", "accurate")]
+        exact, eight = ("yes" if answer else "no" for answer in answers)
+        rows.append((feature, exact, eight))
+    return rows
 
 
 def examine(compile_one: bool = False) -> list[Finding]:
@@ -224,7 +257,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--compile", action="store_true", help="also compile a kernel (some seconds)")
     parser.add_argument("--json", action="store_true", help="findings as JSON, for a bug report")
+    parser.add_argument(
+        "--support", action="store_true", help="only print what the kernels support, as a table"
+    )
     options = parser.parse_args(argv)
+    if options.support:
+        print("| feature | 16 bits | 8 bits |\n|---|---|---|")
+        print("\n".join(f"| {' | '.join(row)} |" for row in support_table()))
+        return 0
     findings = examine(options.compile)
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))

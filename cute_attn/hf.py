@@ -333,8 +333,7 @@ def _needs_torch(
     """Why no kernel can serve a call, whatever its tensors are; None where one may."""
     if pattern is None:
         assert attention_mask is not None
-        shape = tuple(attention_mask.shape)
-        return f"the mask is a tensor ({attention_mask.dtype}, shape {shape}), and no kernel takes one"
+        return f"the mask is a tensor ({attention_mask.dtype}), and no kernel takes one"
     if dropout:
         return f"dropout is {dropout}, and no kernel has dropout"
     return None if position_bias is None else "position_bias is given, and no kernel takes a bias tensor"

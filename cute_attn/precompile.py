@@ -23,9 +23,9 @@ from cute_attn.quantize import Fp8Recipe, resolve_recipe
 
 __all__ = ["SEQLENS", "ModelShapes", "kernels", "model_shapes", "warmup"]
 
-SEQLENS: Final = (1, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768)
-"""Numbers of queries of a call that stand for a decoding step and for prefills of any length: kernels differ in whether
-they share tiles among query heads and pair CTAs, and every such pair of choices occurs among these lengths."""
+SEQLENS: Final = (*range(1, 2048), *range(2048, 16385, 64), 32768)
+"""Numbers of queries of a call that stand for all: a decoding step, and prefills of any length. Kernels differ in
+whether query heads share tiles and CTAs are paired, and both hang on how many tiles the queries fill."""
 
 
 @dataclass(frozen=True)

@@ -171,8 +171,7 @@ def explain_sdpa(
     if reason is not None:
         pass
     elif attn_mask is not None:
-        shape, dtype = tuple(attn_mask.shape), attn_mask.dtype
-        reason = f"attn_mask is given ({dtype}, shape {shape}), and no kernel takes a mask tensor"
+        reason = f"attn_mask is given ({attn_mask.dtype}), and no kernel takes a mask tensor"
     elif dropout_p != 0.0:
         reason = f"dropout_p is {dropout_p}, and no kernel has dropout"
     elif query.dim() != 4 or key.dim() != 4 or value.dim() != 4:

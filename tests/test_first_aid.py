@@ -252,6 +252,18 @@ def test_kernels_are_those_that_calls_use() -> None:
     assert sum(isinstance(config, Fwd16Config) for config in configs) < len(configs)
 
 
+@pytest.mark.parametrize(
+    ("heads_q", "heads_k", "head_dim"), [(8, 2, 64), (8, 4, 128), (32, 2, 128), (6, 2, 256)]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_default_lengths_stand_for_all(heads_q: int, heads_k: int, head_dim: int, causal: bool) -> None:
+    shapes = ModelShapes(heads_q, heads_k, head_dim, head_dim, causal=causal)
+    every = [*range(1, 1200), *range(1200, 20000, 97)]
+    for precision in ("bf16", "accurate"):
+        needed = set(precompile.kernels(shapes, [precision], every))
+        assert needed <= set(precompile.kernels(shapes, [precision]))
+
+
 def test_windows_need_kernels_with_and_without() -> None:
     shapes = ModelShapes(4, 2, 64, 64, windows=((99, -1), (-1, -1)), softcap=50.0)
     configs = precompile.kernels(shapes, ["fp8"], [1, 64, 200])

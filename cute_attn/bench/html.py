@@ -29,6 +29,7 @@ th.t, td.t { text-align: left; }
 td.t { white-space: pre; }
 tr:nth-child(even) td { background: var(--shade); }
 tr.end td { border-bottom: 2px solid var(--line); }
+@media (max-width: 40rem) { table { font-size: .78rem; } th, td { padding: .25rem .4rem; } }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); gap: .8rem; }
 .plots figure { margin: 0; background: #fff; border: 1px solid var(--line); border-radius: 6px; padding: .3rem; }
 .plots svg { width: 100%; height: auto; display: block; }

@@ -227,7 +227,9 @@ def evaluate(
         model.train(training)
     layers = [
         LayerError(layer, name, math.sqrt(error / size) if size else 0.0, alone.get((layer, name)))
-        for (layer, name), (error, size) in sorted(attention.squares.items())
+        for (layer, name), (error, size) in sorted(
+            attention.squares.items(), key=lambda item: (item[0][0], list(precisions).index(item[0][1]))
+        )
     ]
     return Evaluation(tuple(qualities), tuple(layers))
 
