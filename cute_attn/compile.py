@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn import cache, plan, sass
-from cute_attn.kernels.config import HEAD_DIMS, Fwd16Config, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import HEAD_DIMS, Bwd16Config, Fwd16Config, FwdConfig, QuantizeConfig
 from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import PRESETS
 
@@ -44,7 +44,7 @@ __all__ = [
     "main",
 ]
 
-KernelConfig = FwdConfig | Fwd16Config | QuantizeConfig
+KernelConfig = FwdConfig | Fwd16Config | Bwd16Config | QuantizeConfig
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
 # Above -O1 the assembler moves the loads of the quantiser's loops up until it has to spill their counters, and puts
@@ -107,6 +107,33 @@ def build(config: KernelConfig, options: str = "") -> Any:
             cutlass.Float32(1.0),
             cutlass.Int32(1),
             cutlass.Int32(1),
+            cutlass.Int32(1),
+            cutlass.Int32(1),
+        ]
+    elif isinstance(config, Bwd16Config):
+        from cute_attn.kernels.sm90.bwd import Bwd16bitSm90
+
+        element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
+        entry = Bwd16bitSm90(config)
+        rows, blocks = (cute.sym_int32() for _ in range(2))
+        args = [
+            wide(element, batch, seqlen_q, heads_q, d),
+            wide(element, batch, seqlen_k, heads_k, d),
+            wide(element, batch, seqlen_k, heads_k, d_v),
+            wide(element, batch, seqlen_q, heads_q, d_v),
+            wide(element, batch, seqlen_q, heads_q, d_v),
+            scalars(batch, heads_q, seqlen_q),
+            scalars(batch, heads_q, seqlen_q),
+            scalars(batch, heads_q),
+            wide(element, batch, seqlen_q, heads_q, d),
+            wide(element, batch, seqlen_k, heads_k, d),
+            wide(element, batch, seqlen_k, heads_k, d_v),
+            wide(cutlass.Float32, batch, heads_q, rows),
+            wide(cutlass.Float32, batch, heads_q, rows),
+            wide(cutlass.Float32, batch, heads_q, blocks, config.tile_m * config.qk_columns),
+            cutlass.Float32(1.0),
+            cutlass.Float32(1.0),
+            cutlass.Float32(1.0),
             cutlass.Int32(1),
             cutlass.Int32(1),
         ]

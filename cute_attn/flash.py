@@ -466,30 +466,54 @@ def reference(
     Returns:
         (out, lse) of `dtype`: (batch, seqlen_q, heads_q, head_dim_v), (batch, heads_q, seqlen_q).
     """
-    (batch, seqlen_q, heads_q, _), (_, seqlen_k, heads_k, _) = q.shape, v.shape
-    group = heads_q // heads_k
+    batch, seqlen_q, heads_q, _ = q.shape
+    group = heads_q // k.shape[2]
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) * softmax_scale  # (batch, heads_q, seqlen_q, seqlen_k)
+    scores, hidden, _ = masked_scores(q, k, softmax_scale, window, softcap, alibi_slopes)
+    everything = scores
+    if sinks is not None:
+        extra = sinks.to(dtype).view(1, heads_q, 1, 1).expand(batch, heads_q, seqlen_q, 1)
+        everything = torch.cat([scores, extra], dim=3)
+    lse = torch.logsumexp(everything, dim=3)
+    p = torch.exp(scores - lse.unsqueeze(3))
+    p = p.masked_fill(hidden, 0.0)  # also where lse is -inf
+    return (p @ v).transpose(1, 2).contiguous(), lse.to(dtype)
+
+
+def masked_scores(
+    q: Tensor,
+    k: Tensor,
+    softmax_scale: float,
+    window: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What `reference` takes the softmax of.
+
+    Args:
+        q, k: (batch, heads_q, seqlen, head_dim).
+        softmax_scale, window, softcap, alibi_slopes: as in `reference`.
+
+    Returns:
+        (scores, hidden, tanh): (batch, heads_q, seqlen_q, seqlen_k), -inf where hidden; (seqlen_q, seqlen_k) bool; with
+        softcap tanh(score / softcap) of every score, else None.
+    """
+    scores = q @ k.transpose(2, 3) * softmax_scale
+    tanh = None
     if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+        tanh = torch.tanh(scores / softcap)
+        scores = softcap * tanh
+    seqlen_q, seqlen_k = scores.shape[2:]
     position = torch.arange(seqlen_q, device=q.device).unsqueeze(1) + (seqlen_k - seqlen_q)
-    behind = (
-        torch.arange(seqlen_k, device=q.device) - position
-    )  # of a query's own position, (seqlen_q, seqlen_k)
+    # of a query's own position, (seqlen_q, seqlen_k)
+    behind = torch.arange(seqlen_k, device=q.device) - position
     if alibi_slopes is not None:
-        scores = scores - alibi_slopes.to(dtype)[..., None, None] * behind.abs().to(dtype)
+        scores = scores - alibi_slopes.to(q.dtype)[..., None, None] * behind.abs().to(q.dtype)
     left, right = window
     hidden = torch.zeros_like(behind, dtype=torch.bool)
     if left >= 0:
         hidden |= behind < -left
     if right >= 0:
         hidden |= behind > right
-    scores = scores.masked_fill(hidden, -math.inf)
-    if sinks is not None:
-        extra = sinks.to(dtype).view(1, heads_q, 1, 1).expand(batch, heads_q, seqlen_q, 1)
-        scores = torch.cat([scores, extra], dim=3)
-    lse = torch.logsumexp(scores, dim=3)
-    p = torch.exp(scores[..., :seqlen_k] - lse.unsqueeze(3))
-    p = p.masked_fill(hidden, 0.0)  # also where lse is -inf
-    return (p @ v).transpose(1, 2).contiguous(), lse.to(dtype)
+    return scores.masked_fill(hidden, -math.inf), hidden, tanh

@@ -1,0 +1,73 @@
+"""Launch of the 16-bit backward: gradients and workspace of one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_attn.compile import compile_kernel
+from cute_attn.kernels.config import Bwd16Config
+from cute_attn.launch import LOG2_E, _zero
+
+
+def launch_backward16(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    config: Bwd16Config,
+    *,
+    dlse: Tensor | None = None,
+    softmax_scale: float,
+    softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the compiled 16-bit backward of `config`.
+
+    Args:
+        q, k, v, out, dout: (batch, seqlen, heads, dim) of the dtype of `config` on a CUDA device, last stride 1, addresses
+            and strides multiples of 16 bytes, no empty dimension; out is that of the forward.
+        lse: (batch, heads_q, seqlen_q) float32, of the forward, any strides.
+        dlse: gradient of lse, likewise; None: zero.
+        softmax_scale, softcap, window, alibi_slopes: those of the forward, see `launch.launch_forward16`.
+
+    Returns:
+        (dq, dk, dv, d): gradients of the shapes and dtype of q, k, v, contiguous; d (batch, heads_q, seqlen_q) float32,
+        rowsum(dout * out) - dlse.
+    """
+    batch, seqlen_q, heads_q, _ = q.shape
+    seqlen_k = k.shape[1]
+    device = q.device
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
+    blocks = -(-seqlen_q // config.tile_m)
+    rows = torch.empty((2, batch, heads_q, blocks * config.tile_m), dtype=torch.float32, device=device)
+    dq_sum = torch.empty(
+        (batch, heads_q, blocks, config.tile_m * config.qk_columns), dtype=torch.float32, device=device
+    )
+    left, right = window
+    zero = _zero(device)
+    compile_kernel(config)(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        zero.expand(batch, heads_q, seqlen_q) if dlse is None else dlse,
+        zero.expand(batch, heads_q) if alibi_slopes is None else alibi_slopes,
+        dq,
+        dk,
+        dv,
+        rows[0],
+        rows[1],
+        dq_sum,
+        softmax_scale,
+        (softcap or softmax_scale) * LOG2_E,
+        2.0 * LOG2_E * softmax_scale / softcap if softcap else 0.0,
+        seqlen_k if left < 0 else min(left, seqlen_k),  # beyond, a window cuts nothing
+        seqlen_q if right < 0 else min(right, seqlen_q),
+    )
+    return dq, dk, dv, rows[1, :, :, :seqlen_q]
