@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
+from ..common.pointers import aligned
 from ..config import Bwd16Config
 from .vectors import IN_TYPES, widen
 
@@ -28,7 +29,7 @@ def load_words(x: cute.Tensor, row: Int32, column: Int32, inside) -> cute.Tensor
     words.fill(0)
     if inside:
         pointer = cute.recast_ptr(cute.domain_offset((row, column), x).iterator, dtype=Uint32)
-        cute.autovec_copy(cute.make_tensor(pointer.align(16), cute.make_layout(4)), words)
+        cute.autovec_copy(cute.make_tensor(aligned(pointer, 16), cute.make_layout(4)), words)
     return words
 
 
@@ -80,7 +81,7 @@ class BwdPrologue:
         zeros.fill(0.0)
         dq_sum = m_dq_sum[batch, head, block, None]
         for i in cutlass.range(tid, cfg.tile_m * cfg.qk_columns // 4, THREADS, unroll=4):
-            target = (dq_sum.iterator + 4 * i).align(16)
+            target = aligned(dq_sum.iterator + 4 * i, 16)
             cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
         out, dout = m_out[batch, None, head, None], m_dout[batch, None, head, None]
         column = tid % self.lanes * 8
@@ -150,7 +151,7 @@ class BwdEpilogue:
         vectors = cfg.dq_registers // 4  # of a thread of the main kernel
         for index in cutlass.range(tid, cfg.tile_m * cfg.qk_columns // 4, THREADS, unroll=4):
             values = cute.make_rmem_tensor(4, Float32)
-            pointer = (source.iterator + 4 * index).align(16)
+            pointer = aligned(source.iterator + 4 * index, 16)
             cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), values)
             # Vector v of thread t of warpgroup w: registers 4 v .. 4 v + 3 of its accumulator, two columns of two rows.
             thread, v, w = index % 128, index // 128 % vectors, index // 128 // vectors
@@ -174,6 +175,6 @@ class BwdEpilogue:
             if (row < m_dq.shape[1]) & (column < cfg.head_dim):
                 words = cute.make_rmem_tensor(4, Uint32)
                 pointer = cute.recast_ptr(cute.domain_offset((of_tile, column), tile).iterator, dtype=Uint32)
-                cute.autovec_copy(cute.make_tensor(pointer.align(16), cute.make_layout(4)), words)
+                cute.autovec_copy(cute.make_tensor(aligned(pointer, 16), cute.make_layout(4)), words)
                 pointer = cute.recast_ptr(cute.domain_offset((row, column), dq).iterator, dtype=Uint32)
-                cute.autovec_copy(words, cute.make_tensor(pointer.align(16), cute.make_layout(4)))
+                cute.autovec_copy(words, cute.make_tensor(aligned(pointer, 16), cute.make_layout(4)))

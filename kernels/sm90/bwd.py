@@ -38,6 +38,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
 from ..any.bwd_passes import BwdEpilogue, BwdPrologue
+from ..common.pointers import aligned
 from ..common.scheduler import query_blocks
 from ..config import Bwd16Config, swizzle_columns
 from .bwd_mainloop import BwdBarrier, BwdMainloop
@@ -331,7 +332,7 @@ class Bwd16Main:
         with cute.arch.elect_one():
             bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=tile_m * 32)
             source = cute.local_tile(g_row, (tile_m,), (m,))
-            source = cute.make_tensor(source.iterator.align(16), source.layout)
+            source = cute.make_tensor(aligned(source.iterator, 16), source.layout)
             cute.copy(bulk, source, s_row[None, state.index], mbar_ptr=barrier)
         state.advance()
         return state

@@ -32,6 +32,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warp
 from cutlass.cute.nvgpu import warpgroup as wg
 
+from ..common.pointers import aligned
 from ..config import Bwd16Config
 from .operands import ELEMENTS, opaque_zero, rows
 from .policy_16bit import bf16_pair, fp16_pair
@@ -164,7 +165,7 @@ class BwdMainloop:
         values = cute.make_rmem_tensor(self.cfg.tile_m // 4, Float32)
         first = s_row.iterator + stage * self.cfg.tile_m + cute.arch.lane_idx() % 4 * 2
         for j in cutlass.range_constexpr(self.cfg.tile_m // 8):
-            source = cute.make_tensor((first + 8 * j).align(8), cute.make_layout(2))
+            source = cute.make_tensor(aligned(first + 8 * j, 8), cute.make_layout(2))
             target = cute.make_tensor(values.iterator + 2 * j, cute.make_layout(2))
             cute.autovec_copy(source, target)
         return values
@@ -263,7 +264,7 @@ class BwdMainloop:
         for v in cutlass.range_constexpr(count // 4):
             source = cute.make_tensor(acc.iterator + 4 * v, cute.make_layout(4))
             cute.autovec_copy(
-                source, cute.make_tensor((target + v * 512).align(16), cute.make_layout(4))
+                source, cute.make_tensor(aligned(target + v * 512, 16), cute.make_layout(4))
             )
         cute.arch.fence_proxy("async.shared", space="cta")  # the reduction reads through the async proxy
         # the warpgroup: all of it has written, and its first thread may send
@@ -309,15 +310,15 @@ class BwdMainloop:
 
         pipe_q.consumer_wait(state_q)  # TMA has filled Q and lse2 of this tile
         self.issue(self.scores_mma(), s, k_frag, q_frag[None, None, None, state_q.index], False)
-        lse2 = self.row_values(s_lse2, state_q.index)
         pipe_do.consumer_wait(state_do)  # TMA has filled dO and D of this tile
         self.issue(self.scores_mma(), dp, v_frag, do_frag[None, None, None, state_do.index], False)
         wg.wait_group(1)  # S^T is complete, dP^T goes on
+        lse2 = self.row_values(s_lse2, state_q.index)
         self.probabilities(masking, m, s, slope_acc, lse2, inputs, place)
-        d_rows = self.row_values(s_d_rows, state_do.index)
         wg.wait_group(0)  # dP^T is complete
-        self.pack(s, words_p)
+        d_rows = self.row_values(s_d_rows, state_do.index)
         self.score_gradients(s, slope_acc, dp, d_rows)
+        self.pack(s, words_p)
         self.pack(dp, words_ds)
 
         self.issue_gradient(dv, words_p, dv_b[None, None, None, state_do.index], cfg.v_columns)
