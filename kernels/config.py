@@ -360,6 +360,8 @@ class Bwd16Config:
     q_stages: int = 2  # depth of the rings of Q and of dO
     do_stages: int = 2
     ds_stages: int = 2  # buffers of dS
+    late_dq: bool = False
+    stagger: bool = False
     consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
     producer_regs: int = 24
 
@@ -404,6 +406,7 @@ class Bwd16Config:
         mask = "causal" if self.causal else "window" if self.window else "full"
         mask += "".join(f"_{name}" for name in ("softcap", "alibi") if getattr(self, name))
         stages = f"q{self.q_stages}o{self.do_stages}s{self.ds_stages}"
+        stages += "l" * self.late_dq + "g" * self.stagger
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
         return (
             f"bwd_sm90_{self.dtype}_{dims_name(self.head_dim, self.head_dim_v)}_{mask}"

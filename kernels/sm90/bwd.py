@@ -33,7 +33,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pl
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
@@ -115,6 +115,7 @@ class Bwd16Main:
             bar_v: cute.struct.MemRange[cutlass.Int64, 2]
             bar_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.q_stages]
             bar_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.do_stages]
+            bar_ds: cute.struct.MemRange[cutlass.Int64, 3]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
@@ -228,6 +229,11 @@ class Bwd16Main:
             self.ring(storage.bar_k.data_ptr(), 1, tile_n * d * 2),
             self.ring(storage.bar_v.data_ptr(), 1, tile_n * d_v * 2),
         )
+        bar_ds = storage.bar_ds.data_ptr()
+        if const_expr(cfg.late_dq):
+            if tid == 0:
+                for i in cutlass.range_constexpr(3):
+                    cute.arch.mbarrier_init(bar_ds + i, 4 * cfg.consumer_warpgroups)
         pl.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pl.pipeline_init_wait(cluster_shape_mn=(1, 1))
         cute.arch.sync_threads()  # all threads: mbarriers are initialised
@@ -266,7 +272,15 @@ class Bwd16Main:
             states = (
                 pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.q_stages),
                 pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.do_stages),
+                Int32(1),  # number of the step: of one before the first there is nothing to send
+                Int64(0),  # address of the sum of dQ of the last one
             )
+            if const_expr(cfg.late_dq):
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.mbarrier_arrive(bar_ds)
+            if const_expr(cfg.stagger):
+                if warpgroup > 0:
+                    cute.arch.barrier(barrier_id=BwdBarrier.START + warpgroup, number_of_threads=256)
             once = pl.make_pipeline_state(pl.PipelineUserType.Consumer, 1)
             pipes[2].consumer_wait(once)  # TMA has filled K
             pipes[3].consumer_wait(once)  # TMA has filled V
@@ -279,7 +293,7 @@ class Bwd16Main:
                     slope = slopes[batch, head]
                 states = self.mainloop.consume(
                     frags,
-                    (s_lse2, s_d_rows, s_ds, s_dq),
+                    (s_lse2, s_d_rows, s_ds, s_dq, bar_ds),
                     (score_scale_log2, softcap_factor, slope),
                     place,
                     m_dq_sum[batch, head, None, None],
@@ -288,6 +302,12 @@ class Bwd16Main:
                     states,
                     blocks,
                 )
+            if const_expr(cfg.stagger):
+                # nothing to do for this tile: nobody was let go
+                if (states[2] == 1) & (warpgroup < cfg.consumer_warpgroups - 1):
+                    cute.arch.barrier_arrive(barrier_id=BwdBarrier.START + warpgroup + 1, number_of_threads=256)
+            if const_expr(cfg.late_dq):
+                self.mainloop.last_dq(frags, (s_lse2, s_d_rows, s_ds, s_dq, bar_ds), states, warpgroup)
             self.epilogue(
                 (dk, dv),
                 softmax_scale,

@@ -28,7 +28,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warp
 from cutlass.cute.nvgpu import warpgroup as wg
 
@@ -46,6 +46,7 @@ class BwdBarrier(enum.IntEnum):
 
     EXCHANGE = 1  # all consumers: dS of the step is written, dQ of the step before has left
     REUSE = 2  # all consumers, with one buffer of dS: the products that read it are done
+    START = 8  # + warpgroup: 256 threads; the warpgroup before has issued the products of its first step
     OWN = 3  # + warpgroup: its 128 threads have written what one of them now sends
 
 
@@ -250,12 +251,12 @@ class BwdMainloop:
         cute.copy(copy_atom, tiled_copy.retile(values), tiled_copy.partition_D(own[None, None, stage]))
 
     @cute.jit
-    def send_dq(self, acc: cute.Tensor, s_dq: cute.Tensor, g_dq: cute.Tensor, warpgroup: Int32):
+    def send_dq(self, acc: cute.Tensor, s_dq: cute.Tensor, target_address: Int64, some, warpgroup: Int32):
         """Add the warpgroup's part of dQ to the sum in memory.
 
         Both are in the order of accumulators: element i of vector v of thread t of warpgroup w, register 4 v + i, at
         ((w * registers / 4 + v) * 128 + t) * 4 + i. So shared memory is written without bank conflicts, and one bulk
-        reduction takes the part as it is. g_dq is the query tile's (tile_m * qk_columns,).
+        reduction takes the part as it is. target_address is that of the query tile's sum; unless `some`, nothing is added.
         """
         tid, _, _ = cute.arch.thread_idx()
         count = self.cfg.dq_registers
@@ -269,11 +270,11 @@ class BwdMainloop:
         cute.arch.fence_proxy("async.shared", space="cta")  # the reduction reads through the async proxy
         # the warpgroup: all of it has written, and its first thread may send
         cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
-        if tid % 128 == 0:
+        if (tid % 128 == 0) & some:
             cute.arch.inline_ptx(
                 "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
                 read_only_args=[
-                    (g_dq.iterator + start).toint(),
+                    target_address + Int64(start * 4),
                     (s_dq.iterator + start).toint(),
                     Int32(count * 512),
                 ],
@@ -300,10 +301,10 @@ class BwdMainloop:
         """Query tile m; no product is in flight before or after. Returns the next states of the rings of Q and dO."""
         cfg = self.cfg
         (k_frag, q_frag), (v_frag, do_frag), (dv_b, dk_b), (dq_a, dq_b) = frags
-        s_lse2, s_d_rows, s_ds, s_dq = shared
+        s_lse2, s_d_rows, s_ds, s_dq, _ = shared
         dk, dv = gradients
         pipe_q, pipe_do = pipes[0], pipes[1]
-        state_q, state_do = states
+        state_q, state_do, count, before = states
         ds_stage = state_q.index if const_expr(cfg.ds_stages == cfg.q_stages) else Int32(0)
         s, dp, words_p, words_ds = self.new_scores(), self.new_scores(), self.new_operand(), self.new_operand()
         slope_acc = self.new_scores() if const_expr(cfg.softcap) else s
@@ -340,12 +341,104 @@ class BwdMainloop:
         wg.wait_group(2)  # dV is complete
         pipe_do.consumer_release(state_do)  # one lane of each warp: it reads this dO no more
         wg.wait_group(1)  # dQ is complete
-        self.send_dq(dq, s_dq, g_dq[m, None], warpgroup)
+        self.send_dq(dq, s_dq, g_dq[m, None].iterator.toint(), Boolean(True), warpgroup)
         wg.wait_group(0)  # dK is complete
         pipe_q.consumer_release(state_q)  # likewise this Q
         state_q.advance()
         state_do.advance()
-        return state_q, state_do
+        return state_q, state_do, count, before
+
+    @cute.jit
+    def late_step(
+        self,
+        masking: cutlass.Constexpr,
+        m: Int32,
+        frags,
+        shared,
+        inputs,
+        place,
+        g_dq: cute.Tensor,
+        gradients,
+        pipes,
+        states,
+        warpgroup: Int32,
+    ):
+        """Query tile m, and dQ of the step before; no product is in flight before or after. Returns the next states."""
+        cfg = self.cfg
+        (k_frag, q_frag), (v_frag, do_frag), (dv_b, dk_b), _ = frags
+        s_lse2, s_d_rows, s_ds, s_dq, ds_full = shared
+        dk, dv = gradients
+        pipe_q, pipe_do = pipes[0], pipes[1]
+        state_q, state_do, count, before = states
+        s, dp, words_p, words_ds = self.new_scores(), self.new_scores(), self.new_operand(), self.new_operand()
+        slope_acc = self.new_scores() if const_expr(cfg.softcap) else s
+
+        pipe_q.consumer_wait(state_q)  # TMA has filled Q and lse2 of this tile
+        self.issue(self.scores_mma(), s, k_frag, q_frag[None, None, None, state_q.index], False)
+        pipe_do.consumer_wait(state_do)  # TMA has filled dO and D of this tile
+        self.issue(self.scores_mma(), dp, v_frag, do_frag[None, None, None, state_do.index], False)
+        wg.wait_group(1)  # S^T is complete, dP^T goes on
+        lse2 = self.row_values(s_lse2, state_q.index)
+        self.probabilities(masking, m, s, slope_acc, lse2, inputs, place)
+        wg.wait_group(0)  # dP^T is complete
+        if const_expr(cfg.stagger):
+            if (count == 1) & (warpgroup < cfg.consumer_warpgroups - 1):
+                cute.arch.barrier_arrive(
+                    barrier_id=BwdBarrier.START + warpgroup + 1, number_of_threads=256
+                )
+        d_rows = self.row_values(s_d_rows, state_do.index)
+        self.score_gradients(s, slope_acc, dp, d_rows)
+        self.pack(s, words_p)
+        self.pack(dp, words_ds)
+        self.issue_gradient(dv, words_p, dv_b[None, None, None, state_do.index], cfg.v_columns)
+        dq = self.issue_dq(frags, ds_full, count)
+        # All have written dS of the step before, so they have ended the one before that, in which they read, as dQ of an
+        # earlier step, the buffer of this one.
+        self.write_ds(words_ds, s_ds, count % 3, warpgroup)
+        cute.arch.fence_proxy("async.shared", space="cta")  # products read through the async proxy
+        cute.arch.sync_warp()  # the warp: all of it has written
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(ds_full + count % 3)
+        self.issue_gradient(dk, words_ds, dk_b[None, None, None, state_q.index], cfg.qk_columns)
+        wg.wait_group(2)  # dV is complete
+        pipe_do.consumer_release(state_do)  # one lane of each warp: it reads this dO no more
+        wg.wait_group(1)  # dQ is complete
+        self.send_late(dq, s_dq, before, count, warpgroup)
+        wg.wait_group(0)  # dK is complete
+        pipe_q.consumer_release(state_q)  # likewise this Q
+        state_q.advance()
+        state_do.advance()
+        return state_q, state_do, count + 1, g_dq[m, None].iterator.toint()
+
+    @cute.jit
+    def issue_dq(self, frags, ds_full, count: Int32) -> cute.Tensor:
+        """Issue dQ of step count - 1 as soon as all warpgroups have written its dS; of step -1, of what lies there."""
+        cfg = self.cfg
+        dq_a, dq_b = frags[3]
+        stage = (count - 1) % 3
+        # one lane of each consumer warp arrives, when it has written its part
+        cute.arch.mbarrier_wait(ds_full + stage, (count - 1) // 3 % 2)
+        dq = self.new_dq()
+        if const_expr(cfg.dq_split == "transposed"):
+            self.issue(self.dq_mma(), dq, dq_a, dq_b[None, None, None, stage], False)
+        else:
+            self.issue(self.dq_mma(), dq, dq_a[None, None, None, stage], dq_b, False)
+        return dq
+
+    @cute.jit
+    def send_late(self, dq: cute.Tensor, s_dq: cute.Tensor, before: Int64, count: Int32, warpgroup: Int32):
+        """Add dQ of step count - 1 to its sum at address `before`; of step -1 not."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # the thread that sends: the part before has left
+        cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)  # the warpgroup: likewise
+        self.send_dq(dq, s_dq, before, count > 1, warpgroup)
+
+    @cute.jit
+    def last_dq(self, frags, shared, states, warpgroup: Int32):
+        """dQ of the last step of all."""
+        _, _, count, before = states
+        dq = self.issue_dq(frags, shared[4], count)
+        wg.wait_group(0)  # dQ is complete
+        self.send_late(dq, shared[3], before, count, warpgroup)
 
     @cute.jit
     def consume(
@@ -361,11 +454,12 @@ class BwdMainloop:
         cfg = self.cfg
         warpgroup = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         more = (frags, shared, inputs, place, g_dq, gradients, pipes)
+        step = self.late_step if const_expr(cfg.late_dq) else self.step
         for m in cutlass.range(blocks[0], blocks[1], unroll=1):
-            states = self.step(True, m, *more, states, warpgroup)
+            states = step(True, m, *more, states, warpgroup)
         for m in cutlass.range(blocks[1], blocks[2], unroll=1):
-            states = self.step(False, m, *more, states, warpgroup)
+            states = step(False, m, *more, states, warpgroup)
         if const_expr(cfg.window):
             for m in cutlass.range(blocks[2], blocks[3], unroll=1):
-                states = self.step(True, m, *more, states, warpgroup)
+                states = step(True, m, *more, states, warpgroup)
         return states
