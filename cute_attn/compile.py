@@ -131,9 +131,16 @@ def build(config: KernelConfig, options: str = "") -> Any:
             wide(cutlass.Float32, batch, heads_q, rows),
             wide(cutlass.Float32, batch, heads_q, rows),
             wide(cutlass.Float32, batch, heads_q, blocks, config.tile_m * config.qk_columns),
+            make_fake_tensor(
+                cutlass.Int32,
+                (batch, heads_q, blocks, config.consumer_warpgroups),
+                tuple(cute.sym_int64() for _ in range(4)),
+                assumed_align=4,
+            ),
             cutlass.Float32(1.0),
             cutlass.Float32(1.0),
             cutlass.Float32(1.0),
+            cutlass.Int32(1),
             cutlass.Int32(1),
             cutlass.Int32(1),
         ]

@@ -49,7 +49,8 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(softmax_scale * q k^T + bias + mask) v, exactly, by flash-attn's signature and conventions.
 
-    FlashAttention-3's forward (arXiv 2407.08608, sections 3.1 and 3.2). No backward.
+    FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2; backward: appendix B.1). Where q, k, v or sinks require grad,
+    out and lse are differentiable, once. torch.compile traces it as one operator.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1; head_dim a multiple of 8 from 32 to
@@ -65,7 +66,8 @@ def flash_attn_func(
             right; -1 for no end. With `causal`, right is 0.
         softcap: where > 0, scores become softcap * tanh(score / softcap), before bias and mask.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32: adds -slope * |i + seqlen_k - seqlen_q - j| to a score.
-        deterministic: of the backward; the forward always is.
+        deterministic: key tiles add to the gradient of q in their order, so that it is the same, bit for bit, in every run,
+            and wait for one another; all else always is.
         return_attn_probs: False; probabilities are never in memory.
         return_lse: also return the log-sum-exp of each row's scores.
         sinks: (heads_q,) float32: one more logit in the softmax of every row of a head, which has no value.
@@ -79,13 +81,36 @@ def flash_attn_func(
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: a shape, stride, device or value that is not allowed, or no Hopper GPU.
-        NotImplementedError: dropout, return_attn_probs, or grad mode is on and an input requires grad.
+        NotImplementedError: dropout, return_attn_probs, or grad mode is on and alibi_slopes require grad.
     """
     side = {"alibi_slopes": alibi_slopes, "sinks": sinks}
     options = (dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs, window_size)
+    if torch.compiler.is_compiling() or _wants_gradient(q, k, v, *side.values()):
+        from cute_attn.flash_autograd import attend
+
+        out, lse = attend(q, k, v, side, options, backend)
+    else:
+        plan = _find_plan(q, k, v, side, options, backend)
+        out, lse = _attend(q, k, v, plan, alibi_slopes, sinks)
+    return (out, lse) if return_lse else out
+
+
+def _wants_gradient(*tensors: object) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
+def _find_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side: dict[str, Tensor | None],
+    options: tuple[Any, ...],
+    backend: str,
+) -> _Plan:
+    """`_plan`, once for a signature. options are in the order of `flash_attn_func`, with window_size last."""
     try:
-        tensors = [None if x is None else _signature(x) for x in (q, k, v, alibi_slopes, sinks)]
-        kinds = map(type, (*options, *window_size))  # True equals 1 and is not allowed for it
+        tensors = [None if x is None else _signature(x) for x in (q, k, v, *side.values())]
+        kinds = map(type, (*options, *options[-1]))  # True equals 1 and is not allowed for it
         key: tuple[object, ...] = (*tensors, *options, *kinds, backend)
         plan = _plans.get(key)
     except (AttributeError, RuntimeError, TypeError):
@@ -96,9 +121,7 @@ def flash_attn_func(
             if len(_plans) >= _MAX_PLANS:
                 _plans.clear()
             _plans[key] = plan
-    validate.check_forward_only("16-bit", q=q, k=k, v=v, **side)
-    out, lse = _attend(q, k, v, plan, alibi_slopes, sinks)
-    return (out, lse) if return_lse else out
+    return plan
 
 
 def flash_attn_kernel(
@@ -289,7 +312,8 @@ def _loadable(x: Tensor) -> bool:
 
 
 def _number(name: str, x: object, allowed: str) -> float:
-    if isinstance(x, (bool, str, Tensor)) or not hasattr(x, "__float__"):
+    number = isinstance(x, (int, float)) or hasattr(x, "__float__")  # torch.compile traces the first alone
+    if isinstance(x, (bool, str, Tensor)) or not number:
         raise TypeError(f"{name} is a {type(x).__name__}; allowed: {allowed}")
     return float(x)
 

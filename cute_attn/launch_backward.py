@@ -9,6 +9,9 @@ from cute_attn.compile import compile_kernel
 from cute_attn.kernels.config import Bwd16Config
 from cute_attn.launch import LOG2_E, _zero
 
+# Of Q, dO and the sum of dQ of the heads whose tiles are mixed under a causal mask: they stay in the L2 cache of 50 MB.
+_BYTES_IN_TURN = 32 << 20
+
 
 def launch_backward16(
     q: Tensor,
@@ -39,7 +42,7 @@ def launch_backward16(
         rowsum(dout * out) - dlse.
     """
     batch, seqlen_q, heads_q, _ = q.shape
-    seqlen_k = k.shape[1]
+    seqlen_k, heads_k = k.shape[1:3]
     device = q.device
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
     blocks = -(-seqlen_q // config.tile_m)
@@ -47,6 +50,15 @@ def launch_backward16(
     dq_sum = torch.empty(
         (batch, heads_q, blocks, config.tile_m * config.qk_columns), dtype=torch.float32, device=device
     )
+    # of each warpgroup's part: key tiles that have added to it
+    turns = torch.empty(
+        (batch, heads_q, blocks, config.consumer_warpgroups) if config.deterministic else (1, 1, 1, 1),
+        dtype=torch.int32,
+        device=device,
+    )
+    if not config.deterministic:
+        turns = turns.expand(batch, heads_q, blocks, config.consumer_warpgroups)
+    head_bytes = heads_q // heads_k * (2 * (q[0, :, 0].numel() + dout[0, :, 0].numel()) + 4 * dq_sum[0, 0].numel())
     left, right = window
     zero = _zero(device)
     compile_kernel(config)(
@@ -64,10 +76,12 @@ def launch_backward16(
         rows[0],
         rows[1],
         dq_sum,
+        turns,
         softmax_scale,
         (softcap or softmax_scale) * LOG2_E,
         2.0 * LOG2_E * softmax_scale / softcap if softcap else 0.0,
         seqlen_k if left < 0 else min(left, seqlen_k),  # beyond, a window cuts nothing
         seqlen_q if right < 0 else min(right, seqlen_q),
+        min(max(_BYTES_IN_TURN // head_bytes, 1), batch * heads_k),
     )
     return dq, dk, dv, rows[1, :, :, :seqlen_q]

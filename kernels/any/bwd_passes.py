@@ -1,7 +1,7 @@
 """The passes before and behind the main kernel of the backward (sm90/bwd.py has the tensors and the formulas).
 
 Before (`BwdPrologue`): D = rowsum(dO * O) - dlse and lse2 = lse * log2(e) of every query row, for rows that are padded to
-a multiple of tile_m; and zeros for the sum of dQ. Behind (`BwdEpilogue`): dQ = softmax_scale * sum, rounded to 16 bits and
+a multiple of tile_m; and zeros for the sum of dQ and its turns. Behind (`BwdEpilogue`): dQ = softmax_scale * sum, rounded to 16 bits and
 brought from the order of accumulators into rows. Both are bound by bandwidth; a CTA takes tile_m rows of one head.
 """
 
@@ -53,10 +53,11 @@ class BwdPrologue:
         lse2: cute.Tensor,  # (batch, heads_q, rows)
         d_rows: cute.Tensor,  # likewise
         dq_sum: cute.Tensor,  # (batch, heads_q, blocks, tile_m * qk_columns)
+        turns: cute.Tensor,  # (batch, heads_q, blocks, warpgroups)
         stream,
     ):
         batch, heads, blocks, _ = dq_sum.shape
-        self.kernel(out, dout, lse, dlse, lse2, d_rows, dq_sum).launch(
+        self.kernel(out, dout, lse, dlse, lse2, d_rows, dq_sum, turns).launch(
             grid=[blocks * heads * batch, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -70,6 +71,7 @@ class BwdPrologue:
         m_lse2: cute.Tensor,
         m_d_rows: cute.Tensor,
         m_dq_sum: cute.Tensor,
+        m_turns: cute.Tensor,
     ):
         cfg = self.cfg
         tid, _, _ = cute.arch.thread_idx()
@@ -83,6 +85,9 @@ class BwdPrologue:
         for i in cutlass.range(tid, cfg.tile_m * cfg.qk_columns // 4, THREADS, unroll=4):
             target = aligned(dq_sum.iterator + 4 * i, 16)
             cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
+        if const_expr(cfg.deterministic):
+            if tid < cfg.consumer_warpgroups:
+                m_turns[batch, head, block, tid] = Int32(0)
         out, dout = m_out[batch, None, head, None], m_dout[batch, None, head, None]
         column = tid % self.lanes * 8
         for p in cutlass.range_constexpr(-(-cfg.tile_m // self.pass_rows)):

@@ -139,3 +139,30 @@ def query_blocks(n_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window, cfg: 
     first = cutlass.min(first, end)
     plain = cutlass.min(cutlass.max(plain, first), end)
     return first, plain, cutlass.max(cutlass.min(plain_end, end), plain), end
+
+
+@cute.jit
+def first_key_block(m: Int32, place, cfg: Bwd16Config) -> Int32:
+    """First key block that takes query block m in its `query_blocks`; place is (..., seqlen_k - seqlen_q, left, ...)."""
+    first = Int32(0)
+    if cutlass.const_expr(cfg.window):
+        first = cutlass.max(m * cfg.tile_m + place[2] - place[3], 0) // cfg.tile_n
+    return first
+
+
+@cute.jit
+def key_block_coord(cta: Int32, n_blocks: Int32, heads: Int32, turn: Int32, cfg: Bwd16Config):
+    """CTA -> (key block, head among heads_k * batch), in the order in which CTAs start.
+
+    The blocks of a head are neighbours, so that Q, dO and the sum of dQ stay in L2, and ascend. Under a causal mask the
+    first keys are seen by most queries: of `turn` heads together the longest come first, so that CTAs end together.
+    """
+    head, n_block = cta // n_blocks, cta % n_blocks
+    if cutlass.const_expr(cfg.causal):
+        section = cta // (turn * n_blocks)
+        first = section * turn
+        count = cutlass.min(turn, heads - first)
+        rest = cta - first * n_blocks
+        n_block = rest // count
+        head = first + rest % count
+    return n_block, head

@@ -15,15 +15,17 @@ Tensors (every stride is dynamic, the last one is 1):
     dq_sum   (batch, heads_q, rows / tile_m, tile_m * qk_columns) float32, zeroed: sum of dS K before softmax_scale, in
              the order of accumulators (see `Bwd16Main.send_dq`)
     slopes   (batch, heads_q)                        float32, of ALiBi; read only by its configurations
+    turns    (batch, heads_q, rows / tile_m, consumer warpgroups)  int32, zeroed; read only if deterministic: the key
+                                                     tiles that have added to the sum of dQ
 
 A CTA takes tile_n keys of one head of K and all query heads of its group: dK and dV are sums over them in registers. Its
-consumer warpgroups take 64 keys each; a last warpgroup produces: its first warp issues the TMA loads, the others leave
+consumer warpgroups take 64 keys each, or share 64 keys and divide the columns of dK and dV; a last warpgroup produces: its first warp issues the TMA loads, the others leave
 at once. K and V stay in shared memory, Q and dO pass through rings with their rows of lse2 and D. The main loop is in
 bwd_mainloop.py.
 
 Shared memory: K (tile_n, qk_columns), V (tile_n, v_columns), Q (tile_m, qk_columns, q_stages), dO (tile_m, v_columns,
-do_stages), dS (tile_m, tile_n, ds_stages), dQ in float32, lse2 and D; columns past head_dim hold zeros, which TMA
-writes. At the end dK and dV lie where K and V were, and TMA stores them.
+do_stages), dS (tile_m, tile_n, ds_stages) and with `shared_keys` as many stages of P, dQ in float32 unless it leaves
+from registers, lse2 and D; columns past head_dim hold zeros, which TMA writes. At the end dK and dV lie where K and V were, and TMA stores them.
 
 Limits: those of the forward.
 """
@@ -33,13 +35,13 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pl
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
 from ..any.bwd_passes import BwdEpilogue, BwdPrologue
 from ..common.pointers import aligned
-from ..common.scheduler import query_blocks
+from ..common.scheduler import key_block_coord, query_blocks
 from ..config import Bwd16Config, swizzle_columns
 from .bwd_mainloop import BwdBarrier, BwdMainloop
 from .operands import ELEMENTS, row_major_atom
@@ -74,26 +76,28 @@ class Bwd16Main:
         dk: cute.Tensor,
         dv: cute.Tensor,
         slopes: cute.Tensor,
+        turns: cute.Tensor,
         softmax_scale: Float32,
         score_scale_log2: Float32,  # of a score: softmax_scale * log2(e), with softcap softcap * log2(e)
         softcap_factor: Float32,  # 2 * log2(e) * softmax_scale / softcap
         window_left: Int32,
         window_right: Int32,
+        turn: Int32,  # heads of K whose tiles are mixed, see `key_block_coord`
         stream,
     ):
         cfg = self.cfg
         tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.qk_columns, cfg.v_columns
         q, k, v, dout, dk, dv = [rows_first(x) for x in (q, k, v, dout, dk, dv)]
-        # A warpgroup's part of K as an operand of dQ is whole swizzle rows.
-        k_part = d // cfg.consumer_warpgroups if const_expr(cfg.dq_split == "columns") else d
-        atom_q, atom_v = row_major_atom(self.dtype, d), row_major_atom(self.dtype, d_v)
-        atom_k = row_major_atom(self.dtype, k_part)
+        # A warpgroup's part of a B operand is whole swizzle rows.
+        atom_q, atom_v = row_major_atom(self.dtype, cfg.dk_part), row_major_atom(self.dtype, cfg.dv_part)
+        atom_k = row_major_atom(self.dtype, cfg.k_part)
         layout_q = cute.tile_to_shape(atom_q, (tile_m, d, cfg.q_stages), order=(0, 1, 2))
         layout_do = cute.tile_to_shape(atom_v, (tile_m, d_v, cfg.do_stages), order=(0, 1, 2))
         layout_k = cute.tile_to_shape(atom_k, (tile_n, d), order=(0, 1))
         layout_v = cute.tile_to_shape(atom_v, (tile_n, d_v), order=(0, 1))
         atom_ds = row_major_atom(self.dtype, tile_n)
-        layout_ds = cute.tile_to_shape(atom_ds, (tile_m, tile_n, cfg.ds_stages), order=(0, 1, 2))
+        ds_stages = cfg.ds_stages * (2 if const_expr(cfg.shared_keys) else 1)  # P behind dS
+        layout_ds = cute.tile_to_shape(atom_ds, (tile_m, tile_n, ds_stages), order=(0, 1, 2))
 
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma_q = cpasync.make_tiled_tma_atom(load, q, cute.select(layout_q, [0, 1]), (tile_m, d))
@@ -101,7 +105,7 @@ class Bwd16Main:
         tma_k = cpasync.make_tiled_tma_atom(load, k, layout_k, (tile_n, d))
         tma_v = cpasync.make_tiled_tma_atom(load, v, layout_v, (tile_n, d_v))
         store = cpasync.CopyBulkTensorTileS2GOp()
-        box_k, box_v = swizzle_columns(k_part, 2), swizzle_columns(d_v, 2)
+        box_k, box_v = swizzle_columns(cfg.k_part, 2), swizzle_columns(cfg.dv_part, 2)
         tma_dk = cpasync.make_tiled_tma_atom(
             store, dk, cute.tile_to_shape(atom_k, (64, box_k), order=(0, 1)), (64, box_k)
         )
@@ -109,19 +113,20 @@ class Bwd16Main:
             store, dv, cute.tile_to_shape(atom_v, (64, box_v), order=(0, 1)), (64, box_v)
         )
 
+        dq_size = 4 if const_expr(cfg.dq_direct) else tile_m * d
+
         @cute.struct
         class Storage:
             bar_k: cute.struct.MemRange[cutlass.Int64, 2]
             bar_v: cute.struct.MemRange[cutlass.Int64, 2]
             bar_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.q_stages]
             bar_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.do_stages]
-            bar_ds: cute.struct.MemRange[cutlass.Int64, 3]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             do: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ds)], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, tile_m * d], 1024]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, dq_size], 1024]
             lse2: cute.struct.Align[cute.struct.MemRange[Float32, tile_m * cfg.q_stages], 1024]
             d_rows: cute.struct.Align[cute.struct.MemRange[Float32, tile_m * cfg.do_stages], 16]
 
@@ -149,12 +154,14 @@ class Bwd16Main:
             d_rows,
             dq_sum,
             slopes,
+            turns,
             softmax_scale,
             score_scale_log2,
             softcap_factor,
             window_left,
             window_right,
             n_blocks,
+            turn,
         ).launch(
             grid=[n_blocks * k.shape[2] * k.shape[3], 1, 1],
             block=[cfg.threads, 1, 1],
@@ -188,12 +195,14 @@ class Bwd16Main:
         m_d_rows: cute.Tensor,  # likewise
         m_dq_sum: cute.Tensor,  # (batch, heads_q, blocks, tile_m * qk_columns)
         slopes: cute.Tensor,  # (batch, heads_q)
+        m_turns: cute.Tensor,  # (batch, heads_q, blocks, warpgroups)
         softmax_scale: Float32,
         score_scale_log2: Float32,
         softcap_factor: Float32,
         window_left: Int32,
         window_right: Int32,
         n_blocks: Int32,
+        turn: Int32,
     ):
         cfg = self.cfg
         tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.qk_columns, cfg.v_columns
@@ -203,10 +212,8 @@ class Bwd16Main:
         warpgroup = cute.arch.make_warp_uniform(tid // 128)
         seqlen_q, seqlen_k, heads_k = m_q.shape[0], m_k.shape[0], m_k.shape[2]
         group = m_q.shape[2] // heads_k  # query heads of a key head
-        # Under a causal mask the first keys are seen by most queries: they come first.
-        n_block = cta % n_blocks
-        head_k = cta // n_blocks % heads_k
-        batch = cta // n_blocks // heads_k
+        n_block, index = key_block_coord(cta, n_blocks, heads_k * m_k.shape[3], turn, cfg)
+        head_k, batch = index % heads_k, index // heads_k
         window = (window_left, window_right)
         blocks = query_blocks(n_block, seqlen_q, seqlen_k, window, cfg)
 
@@ -220,7 +227,7 @@ class Bwd16Main:
         s_k = storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner)  # (tile_n, d)
         s_v = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)  # (tile_n, d_v)
         s_ds = storage.ds.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)  # (tile_m, tile_n, ds_stages)
-        s_dq = storage.dq.get_tensor(cute.make_layout(tile_m * d))
+        s_dq = storage.dq.get_tensor(cute.make_layout(4 if const_expr(cfg.dq_direct) else tile_m * d))
         s_lse2 = storage.lse2.get_tensor(cute.make_layout((tile_m, cfg.q_stages)))
         s_d_rows = storage.d_rows.get_tensor(cute.make_layout((tile_m, cfg.do_stages)))
         pipes = (
@@ -229,11 +236,6 @@ class Bwd16Main:
             self.ring(storage.bar_k.data_ptr(), 1, tile_n * d * 2),
             self.ring(storage.bar_v.data_ptr(), 1, tile_n * d_v * 2),
         )
-        bar_ds = storage.bar_ds.data_ptr()
-        if const_expr(cfg.late_dq):
-            if tid == 0:
-                for i in cutlass.range_constexpr(3):
-                    cute.arch.mbarrier_init(bar_ds + i, 4 * cfg.consumer_warpgroups)
         pl.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pl.pipeline_init_wait(cluster_shape_mn=(1, 1))
         cute.arch.sync_threads()  # all threads: mbarriers are initialised
@@ -272,20 +274,13 @@ class Bwd16Main:
             states = (
                 pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.q_stages),
                 pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.do_stages),
-                Int32(1),  # number of the step: of one before the first there is nothing to send
-                Int64(0),  # address of the sum of dQ of the last one
             )
-            if const_expr(cfg.late_dq):
-                if cute.arch.lane_idx() == 0:
-                    cute.arch.mbarrier_arrive(bar_ds)
-            if const_expr(cfg.stagger):
-                if warpgroup > 0:
-                    cute.arch.barrier(barrier_id=BwdBarrier.START + warpgroup, number_of_threads=256)
             once = pl.make_pipeline_state(pl.PipelineUserType.Consumer, 1)
             pipes[2].consumer_wait(once)  # TMA has filled K
             pipes[3].consumer_wait(once)  # TMA has filled V
-            key0 = n_block * tile_n + tid // 32 * 16 + tid % 32 // 4  # of the thread's first row of S^T
-            place = (key0, seqlen_k, seqlen_k - seqlen_q, *window)
+            warp_keys = tid % 128 // 32 * 16 if const_expr(cfg.shared_keys) else tid // 32 * 16
+            key0 = n_block * tile_n + warp_keys + tid % 32 // 4  # of the thread's first row of S^T
+            place = (key0, seqlen_k, seqlen_k - seqlen_q, *window, n_block)
             for h in cutlass.range(group, unroll=1):
                 head = head_k * group + h
                 slope = Float32(0.0)
@@ -293,21 +288,16 @@ class Bwd16Main:
                     slope = slopes[batch, head]
                 states = self.mainloop.consume(
                     frags,
-                    (s_lse2, s_d_rows, s_ds, s_dq, bar_ds),
+                    (s_lse2, s_d_rows, s_ds, s_dq),
                     (score_scale_log2, softcap_factor, slope),
                     place,
                     m_dq_sum[batch, head, None, None],
+                    m_turns[batch, head, None, None],
                     (dk, dv),
                     pipes,
                     states,
                     blocks,
                 )
-            if const_expr(cfg.stagger):
-                # nothing to do for this tile: nobody was let go
-                if (states[2] == 1) & (warpgroup < cfg.consumer_warpgroups - 1):
-                    cute.arch.barrier_arrive(barrier_id=BwdBarrier.START + warpgroup + 1, number_of_threads=256)
-            if const_expr(cfg.late_dq):
-                self.mainloop.last_dq(frags, (s_lse2, s_d_rows, s_ds, s_dq, bar_ds), states, warpgroup)
             self.epilogue(
                 (dk, dv),
                 softmax_scale,
@@ -359,7 +349,7 @@ class Bwd16Main:
 
     @cute.jit
     def epilogue(self, gradients, softmax_scale: Float32, shared, atoms, targets, n_block: Int32):
-        """dK and dV, registers -> shared memory, in place of K and V -> TMA store, each warpgroup its 64 keys.
+        """dK and dV, registers -> shared memory, in place of K and V -> TMA store, each warpgroup its accumulators.
 
         TMA drops what lies past seqlen_k and head_dim. targets are (seqlen_k, head_dim) and (seqlen_k, head_dim_v).
         """
@@ -370,29 +360,31 @@ class Bwd16Main:
         # all consumers: nobody reads K and V any more
         cute.arch.barrier(barrier_id=BwdBarrier.EXCHANGE, number_of_threads=128 * cfg.consumer_warpgroups)
         copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        parts = cfg.consumer_warpgroups if const_expr(cfg.dq_split == "columns") else 1
-        boxes = (swizzle_columns(cfg.qk_columns // parts, 2), swizzle_columns(cfg.v_columns, 2))
+        # The warpgroup's tile among those of (64, part) of the CTA.
+        place = (0, warpgroup) if const_expr(cfg.shared_keys) else (warpgroup, 0)
+        block = n_block if const_expr(cfg.shared_keys) else n_block * cfg.consumer_warpgroups + warpgroup
+        boxes = (swizzle_columns(cfg.k_part, 2), swizzle_columns(cfg.dv_part, 2))
         for i in cutlass.range_constexpr(2):
-            acc, s, columns = gradients[i], shared[i], (cfg.qk_columns, cfg.v_columns)[i]
+            acc, s, part = gradients[i], shared[i], (cfg.dk_part, cfg.dv_part)[i]
             if const_expr(i == 0):
                 for j in cutlass.range_constexpr(cute.size(acc)):
                     acc[j] = acc[j] * softmax_scale
             narrow = cute.make_rmem_tensor_like(acc, self.dtype)
             narrow.store(acc.load().to(self.dtype))
-            mma = self.mainloop.one_warpgroup(columns)
+            mma = self.mainloop.one_warpgroup(part)
             tiled_copy = cute.make_tiled_copy_C(copy_atom, mma).get_slice(tid % 128)
-            own = cute.local_tile(s, (64, columns), (warpgroup, 0))
+            own = cute.local_tile(s, (64, part), place)
             cute.copy(copy_atom, tiled_copy.retile(narrow), tiled_copy.partition_D(own))
         cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads through the async proxy
         # the warpgroup: all of it has written, and its first warp may store
         cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
         if warp_idx % 4 == 0:
-            block = n_block * cfg.consumer_warpgroups + warpgroup
             for i in cutlass.range_constexpr(2):
-                columns = (cfg.qk_columns, cfg.v_columns)[i]
-                for c in cutlass.range_constexpr(columns // boxes[i]):
-                    s_box = cute.local_tile(shared[i], (64, boxes[i]), (warpgroup, c))
-                    g_box = cute.local_tile(targets[i], (64, boxes[i]), (block, c))
+                count = (cfg.dk_part, cfg.dv_part)[i] // boxes[i]
+                for c in cutlass.range_constexpr(count):
+                    column = place[1] * count + c
+                    s_box = cute.local_tile(shared[i], (64, boxes[i]), (place[0], column))
+                    g_box = cute.local_tile(targets[i], (64, boxes[i]), (block, column))
                     t_s, t_g = cpasync.tma_partition(
                         atoms[i],
                         0,
@@ -430,16 +422,18 @@ class Bwd16bitSm90:
         lse2: cute.Tensor,  # these three: workspace, see above
         d_rows: cute.Tensor,
         dq_sum: cute.Tensor,
+        turns: cute.Tensor,
         softmax_scale: Float32,
         score_scale_log2: Float32,
         softcap_factor: Float32,
         window_left: Int32,
         window_right: Int32,
+        turn: Int32,
         stream,
     ):
-        self.before.launch(out, dout, lse, dlse, lse2, d_rows, dq_sum, stream)
+        self.before.launch(out, dout, lse, dlse, lse2, d_rows, dq_sum, turns, stream)
         self.main.launch(
-            q, k, v, dout, lse2, d_rows, dq_sum, dk, dv, slopes,
-            softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, stream,
+            q, k, v, dout, lse2, d_rows, dq_sum, dk, dv, slopes, turns,
+            softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, stream,
         )  # fmt: skip
         self.behind.launch(dq_sum, dq, softmax_scale, stream)
