@@ -41,6 +41,8 @@ def attend(
     Raises:
         TypeError, ValueError, NotImplementedError: as there.
     """
+    if not torch.compiler.is_compiling():
+        flash._find_plan(q, k, v, side, options, backend)  # which checks all arguments
     _, _, causal, _, deterministic, _, window_size = options
     scale, (left, right), softcap = flash._check_options(*options)
     slopes, sinks = side["alibi_slopes"], side["sinks"]

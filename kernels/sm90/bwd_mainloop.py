@@ -260,6 +260,9 @@ class BwdMainloop:
         tid, _, _ = cute.arch.thread_idx()
         copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
         cfg = self.cfg
+        if const_expr(cfg.softcap):
+            # From a number that the compiler cannot know to be tid, or it keeps the address over the loop and spills.
+            tid = cute.arch.shuffle_sync(tid, cute.arch.lane_idx())
         op = self.op(cfg.own_queries, wg.OperandSource.SMEM, K_MAJOR, K_MAJOR)
         mma = cute.make_tiled_mma(cute.make_mma_atom(op))
         tiled_copy = cute.make_tiled_copy_C(copy_atom, mma).get_slice(tid % 128)
@@ -373,6 +376,7 @@ class BwdMainloop:
         state_q, state_do = states
         ds_stage = state_q.index if const_expr(cfg.ds_stages > 1) else Int32(0)
         p_stage = ds_stage + cfg.ds_stages  # with `shared_keys`
+        stages_v, stages_k = (p_stage, state_do.index), (ds_stage, state_q.index)
         s, dp, words_p, words_ds = self.new_scores(), self.new_scores(), self.new_operand(), self.new_operand()
         query0 = m * cfg.tile_m + self.first_query(warpgroup)
 
@@ -386,6 +390,9 @@ class BwdMainloop:
             # P is rounded before dP^T is in flight, which would serialise
             self.probabilities(masking, query0, s, words_p, lse2, inputs, place)
             self.issue(self.scores_mma(), dp, v_frag, do_part, False)
+            if const_expr(not cfg.shared_keys):
+                # so that P is gone when dS wants its registers
+                self.issue_gradient(dv, words_p, dv_operands, stages_v, cfg.dv_part)
         else:
             self.issue(self.scores_mma(), dp, v_frag, do_part, False)
             wg.wait_group(1)  # S^T is complete, dP^T goes on
@@ -397,14 +404,13 @@ class BwdMainloop:
             if const_expr(not cfg.softcap):
                 self.pack(s, words_p)
             self.write_transposed(words_p, s_ds, p_stage, warpgroup)
-        wg.wait_group(0)  # dP^T is complete
+        wg.wait_group(0)  # dP^T is complete, with softcap dV too
         self.score_gradients(s, dp, self.row_values(s_d_rows, state_do.index, warpgroup))
         if const_expr(not (cfg.shared_keys or cfg.softcap)):
             self.pack(s, words_p)
         self.pack(dp, words_ds)
 
-        stages_v, stages_k = (p_stage, state_do.index), (ds_stage, state_q.index)
-        if const_expr(not cfg.shared_keys):
+        if const_expr(not (cfg.shared_keys or cfg.softcap)):
             self.issue_gradient(dv, words_p, dv_operands, stages_v, cfg.dv_part)
         self.write_transposed(words_ds, s_ds, ds_stage, warpgroup)
         cute.arch.fence_proxy("async.shared", space="cta")  # products read through the async proxy
