@@ -49,8 +49,8 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(softmax_scale * q k^T + bias + mask) v, exactly, by flash-attn's signature and conventions.
 
-    FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2; backward: appendix B.1). Where q, k, v or sinks require grad,
-    out and lse are differentiable, once. torch.compile traces it as one operator.
+    FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2; backward: appendix B.1). Where q, k, v or sinks require
+    grad, out and lse are differentiable, once. torch.compile traces it as one operator.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1; head_dim a multiple of 8 from 32 to
@@ -66,8 +66,8 @@ def flash_attn_func(
             right; -1 for no end. With `causal`, right is 0.
         softcap: where > 0, scores become softcap * tanh(score / softcap), before bias and mask.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32: adds -slope * |i + seqlen_k - seqlen_q - j| to a score.
-        deterministic: key tiles add to the gradient of q in their order, so that it is the same, bit for bit, in every run,
-            and wait for one another; all else always is.
+        deterministic: key tiles add to the gradient of q in their order, so that it is the same, bit for bit, in every
+            run, and wait for one another; all else always is.
         return_attn_probs: False; probabilities are never in memory.
         return_lse: also return the log-sum-exp of each row's scores.
         sinks: (heads_q,) float32: one more logit in the softmax of every row of a head, which has no value.
@@ -312,8 +312,9 @@ def _loadable(x: Tensor) -> bool:
 
 
 def _number(name: str, x: object, allowed: str) -> float:
-    number = isinstance(x, (int, float)) or hasattr(x, "__float__")  # torch.compile traces the first alone
-    if isinstance(x, (bool, str, Tensor)) or not number:
+    if isinstance(x, (int, float)) and not isinstance(x, bool):
+        return float(x)  # torch.compile traces this test, and not the next one
+    if isinstance(x, (bool, str, Tensor)) or not hasattr(x, "__float__"):
         raise TypeError(f"{name} is a {type(x).__name__}; allowed: {allowed}")
     return float(x)
 

@@ -51,7 +51,7 @@ def attend(
             "alibi_slopes requires grad, but slopes have no gradient; allowed: alibi_slopes.detach()"
         )
     right = window_size[1] if causal else right  # `causal` says the rest
-    return torch.ops.cute_attn.flash_attn_forward(  # type: ignore[no-any-return]
+    return torch.ops.cute_attn.flash_attn_forward(
         q, k, v, slopes, sinks, scale, causal, left, right, softcap, deterministic, backend
     )
 
@@ -221,8 +221,8 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.options = inputs[:5] + (inputs[5:],)
-    ctx.save_for_backward(*tensors, *output)
+    ctx.options = inputs[5:]
+    ctx.save_for_backward(*inputs[:5], *output)
     ctx.set_materialize_grads(False)  # lse is seldom differentiated
 
 

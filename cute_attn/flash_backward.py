@@ -28,10 +28,11 @@ def reference_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of `flash.reference` by their definition, with the scores in memory.
 
-    FlashAttention-2 (arXiv 2307.08691, section 2.2). With P = exp(scores - lse), the scores those after softcap, bias and
-    mask, and D = rowsum(dout * out) - dlse (a row of lse has the gradient P of its scores):
+    FlashAttention-2 (arXiv 2307.08691, section 2.2). With P = exp(scores - lse), the scores those after softcap, bias
+    and mask, and D = rowsum(dout * out) - dlse (a row of lse has the gradient P of its scores):
 
-        dV = P^T dO     dP = dO V^T     dS = P (dP - D) [1 - tanh^2]     dQ = softmax_scale dS K     dK = softmax_scale dS^T Q
+        dV = P^T dO     dP = dO V^T     dS = P (dP - D) [1 - tanh^2]
+        dQ = softmax_scale dS K     dK = softmax_scale dS^T Q
 
     The softmax's Jacobian takes D from every column, also from that of a sink, whose dP is 0: its gradient is
     -sum(exp(sink - lse) D) over the rows of its head.
@@ -45,8 +46,8 @@ def reference_backward(
         dtype: of the arithmetic.
 
     Returns:
-        (dq, dk, dv, dsinks) of `dtype` and the shapes of q, k, v and sinks; dsinks None without sinks. A row that sees no
-        key adds nothing to them but, with dlse, to dsinks. alibi_slopes have no gradient.
+        (dq, dk, dv, dsinks) of `dtype` and the shapes of q, k, v and sinks; dsinks None without sinks. A row that sees
+        no key adds nothing to them but, with dlse, to dsinks. alibi_slopes have no gradient.
     """
     heads_q, heads_k = q.shape[2], k.shape[2]
     group = heads_q // heads_k
@@ -58,6 +59,7 @@ def reference_backward(
     d = (dout * out).sum(3)
     if dlse is not None:
         d = d - dlse.to(dtype)
+    d = d.masked_fill(lse == -torch.inf, 0.0)
     ds = p * (dout @ v.transpose(2, 3) - d.unsqueeze(3))
     if tanh is not None:
         ds = ds * (1.0 - tanh * tanh)

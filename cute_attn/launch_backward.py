@@ -31,8 +31,8 @@ def launch_backward16(
     """Run the compiled 16-bit backward of `config`.
 
     Args:
-        q, k, v, out, dout: (batch, seqlen, heads, dim) of the dtype of `config` on a CUDA device, last stride 1, addresses
-            and strides multiples of 16 bytes, no empty dimension; out is that of the forward.
+        q, k, v, out, dout: (batch, seqlen, heads, dim) of the dtype of `config` on a CUDA device, last stride 1,
+            addresses and strides multiples of 16 bytes, no empty dimension; out is that of the forward.
         lse: (batch, heads_q, seqlen_q) float32, of the forward, any strides.
         dlse: gradient of lse, likewise; None: zero.
         softmax_scale, softcap, window, alibi_slopes: those of the forward, see `launch.launch_forward16`.
@@ -58,7 +58,8 @@ def launch_backward16(
     )
     if not config.deterministic:
         turns = turns.expand(batch, heads_q, blocks, config.consumer_warpgroups)
-    head_bytes = heads_q // heads_k * (2 * (q[0, :, 0].numel() + dout[0, :, 0].numel()) + 4 * dq_sum[0, 0].numel())
+    row_bytes = 2 * (q.shape[3] + dout.shape[3]) + 4 * config.qk_columns  # of Q, dO and the sum of dQ
+    head_bytes = heads_q // heads_k * seqlen_q * row_bytes
     left, right = window
     zero = _zero(device)
     compile_kernel(config)(

@@ -1,8 +1,9 @@
 """The passes before and behind the main kernel of the backward (sm90/bwd.py has the tensors and the formulas).
 
-Before (`BwdPrologue`): D = rowsum(dO * O) - dlse and lse2 = lse * log2(e) of every query row, for rows that are padded to
-a multiple of tile_m; and zeros for the sum of dQ and its turns. Behind (`BwdEpilogue`): dQ = softmax_scale * sum, rounded to 16 bits and
-brought from the order of accumulators into rows. Both are bound by bandwidth; a CTA takes tile_m rows of one head.
+Before (`BwdPrologue`): D = rowsum(dO * O) - dlse and lse2 = lse * log2(e) of every query row, for rows that are padded
+to a multiple of tile_m; and zeros for the sum of dQ and its turns. Behind (`BwdEpilogue`): dQ = softmax_scale * sum,
+rounded to 16 bits and brought from the order of accumulators into rows. Both are bound by bandwidth; a CTA takes tile_m
+rows of one head.
 """
 
 from __future__ import annotations
@@ -107,10 +108,10 @@ class BwdPrologue:
             if (tid % self.lanes == 0) & (of_tile < cfg.tile_m):
                 d, log_sum = Float32(0.0), Float32(math.inf)  # of a row past the end: P = 0
                 if inside:
-                    d = total - m_dlse[batch, head, row]
                     natural = m_lse[batch, head, row]
-                    # a row that sees no key: P = 0, too
-                    log_sum = Float32(math.inf) if natural == -Float32.inf else natural * Float32(LOG2_E)
+                    if natural != -Float32.inf:  # else a row that sees no key: likewise
+                        d = total - m_dlse[batch, head, row]
+                        log_sum = natural * Float32(LOG2_E)
                 m_d_rows[batch, head, row] = d
                 m_lse2[batch, head, row] = log_sum
 

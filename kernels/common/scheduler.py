@@ -116,8 +116,8 @@ def query_blocks(n_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window, cfg: 
     """Query blocks that see keys of key tile n_block, (first, plain, plain_end, end): first .. end - 1, of which those
     before `plain` and from `plain_end` on need a mask; none where first = end.
 
-    window is (left, right), read only by configurations with one. A tile with keys past seqlen_k needs masks throughout:
-    without one the zeros there might make an infinite P.
+    window is (left, right), read only by configurations with one. A tile with keys past seqlen_k needs masks
+    throughout: without one the zeros there might make an infinite P.
     """
     tile_m, shift = cfg.tile_m, seqlen_k - seqlen_q
     first_key = n_block * cfg.tile_n
@@ -143,7 +143,7 @@ def query_blocks(n_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window, cfg: 
 
 @cute.jit
 def first_key_block(m: Int32, place, cfg: Bwd16Config) -> Int32:
-    """First key block that takes query block m in its `query_blocks`; place is (..., seqlen_k - seqlen_q, left, ...)."""
+    """First key block that has query block m among its `query_blocks`; place[2:4] is (seqlen_k - seqlen_q, left)."""
     first = Int32(0)
     if cutlass.const_expr(cfg.window):
         first = cutlass.max(m * cfg.tile_m + place[2] - place[3], 0) // cfg.tile_n

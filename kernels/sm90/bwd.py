@@ -15,17 +15,18 @@ Tensors (every stride is dynamic, the last one is 1):
     dq_sum   (batch, heads_q, rows / tile_m, tile_m * qk_columns) float32, zeroed: sum of dS K before softmax_scale, in
              the order of accumulators (see `Bwd16Main.send_dq`)
     slopes   (batch, heads_q)                        float32, of ALiBi; read only by its configurations
-    turns    (batch, heads_q, rows / tile_m, consumer warpgroups)  int32, zeroed; read only if deterministic: the key
-                                                     tiles that have added to the sum of dQ
+    turns    (batch, heads_q, rows / tile_m, consumer warpgroups)  int32, zeroed; read only if deterministic: how many
+                                                     key tiles have added to the sum of dQ
 
-A CTA takes tile_n keys of one head of K and all query heads of its group: dK and dV are sums over them in registers. Its
-consumer warpgroups take 64 keys each, or share 64 keys and divide the columns of dK and dV; a last warpgroup produces: its first warp issues the TMA loads, the others leave
-at once. K and V stay in shared memory, Q and dO pass through rings with their rows of lse2 and D. The main loop is in
+A CTA takes tile_n keys of one head of K and all query heads of its group: dK and dV are sums over them in registers.
+Its consumer warpgroups take 64 keys each, or share 64 keys and divide the columns of dK and dV; a last warpgroup
+produces: its first warp issues the TMA loads, the others leave at once. K and V stay in shared memory, Q and dO pass through rings with their rows of lse2 and D. The main loop is in
 bwd_mainloop.py.
 
 Shared memory: K (tile_n, qk_columns), V (tile_n, v_columns), Q (tile_m, qk_columns, q_stages), dO (tile_m, v_columns,
 do_stages), dS (tile_m, tile_n, ds_stages) and with `shared_keys` as many stages of P, dQ in float32 unless it leaves
-from registers, lse2 and D; columns past head_dim hold zeros, which TMA writes. At the end dK and dV lie where K and V were, and TMA stores them.
+from registers, lse2 and D; columns past head_dim hold zeros, which TMA writes. At the end dK and dV lie where K and V
+were, and TMA stores them.
 
 Limits: those of the forward.
 """
@@ -261,9 +262,7 @@ class Bwd16Main:
                     tdo_s, tdo_g = whole(atom_do, s_do, g_do)
                     lse2, d_rows = m_lse2[batch, head, None], m_d_rows[batch, head, None]
                     for m in cutlass.range(blocks[0], blocks[3], unroll=1):
-                        state_q = self.load(
-                            m, (atom_q, tq_s, tq_g), (s_lse2, lse2), pipes[0], state_q
-                        )
+                        state_q = self.load(m, (atom_q, tq_s, tq_g), (s_lse2, lse2), pipes[0], state_q)
                         state_do = self.load(
                             m, (atom_do, tdo_s, tdo_g), (s_d_rows, d_rows), pipes[1], state_do
                         )
@@ -330,8 +329,8 @@ class Bwd16Main:
     def load(self, m: Int32, tile, row, pipe, state):
         """Queries m * tile_m and on of Q with lse2, or of dO with D, into the stage of `state`; returns the next one.
 
-        tile is (copy atom, shared partition, global partition), row (shared (tile_m, stages), global (rows,)). Called by
-        one whole warp.
+        tile is (copy atom, shared partition, global partition), row (shared (tile_m, stages), global (rows,)). Called
+        by one whole warp.
         """
         atom, s, g = tile
         s_row, g_row = row

@@ -2,8 +2,11 @@
 
 Every warpgroup has 64 keys of the tile and computes S^T = K Q^T and dP^T = V dO^T for them and the tile_m queries of a
 step. The accumulators of P^T and dS^T lie as the A operands of dV += P^T dO and dK += dS^T Q want them (see
-policy_16bit.py), so both stay in registers. dQ = dS K sums over the keys of all warpgroups: dS goes through shared memory,
-and each warpgroup makes its part of dQ (`Bwd16Config.dq_split`), which is added to the sum in memory.
+policy_16bit.py), so both stay in registers. dQ = dS K sums over the keys of all warpgroups: dS goes through shared
+memory, and each warpgroup makes its part of dQ (`Bwd16Config.dq_split`), which is added to the sum in memory.
+
+With `shared_keys` both warpgroups have the same 64 keys, and each half the queries of S^T and dP^T. Then P goes through
+shared memory too, and each warpgroup makes dK and dV of half their columns.
 
 Rings (PipelineTmaAsync; an mbarrier pair "full" / "empty" for each stage):
 
@@ -46,7 +49,9 @@ class BwdBarrier(enum.IntEnum):
     """Named barriers of the CTA (0 is sync_threads)."""
 
     EXCHANGE = 1  # all consumers: dS of the step is written, dQ of the step before has left
-    REUSE = 2  # all consumers, with one buffer of dS: the products of the step before, which read it, are done
+    REUSE = (
+        2  # all consumers, with one buffer of dS: the products of the step before, which read it, are done
+    )
     OWN = 3  # + warpgroup: its 128 threads have written what one of them now sends
 
 
@@ -377,7 +382,12 @@ class BwdMainloop:
         ds_stage = state_q.index if const_expr(cfg.ds_stages > 1) else Int32(0)
         p_stage = ds_stage + cfg.ds_stages  # with `shared_keys`
         stages_v, stages_k = (p_stage, state_do.index), (ds_stage, state_q.index)
-        s, dp, words_p, words_ds = self.new_scores(), self.new_scores(), self.new_operand(), self.new_operand()
+        s, dp, words_p, words_ds = (
+            self.new_scores(),
+            self.new_scores(),
+            self.new_operand(),
+            self.new_operand(),
+        )
         query0 = m * cfg.tile_m + self.first_query(warpgroup)
 
         pipe_q.consumer_wait(state_q)  # TMA has filled Q and lse2 of this tile
@@ -417,8 +427,8 @@ class BwdMainloop:
         if const_expr(not cfg.dq_direct):
             # the thread that sends: dQ of the step before has left
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        # All consumers: dS, and P if it is shared, is written. With two buffers, a warpgroup that comes here has done its
-        # products of the step before, so the buffer of that step may be written in the next.
+        # All consumers: dS, and P if it is shared, is written. With two buffers, a warpgroup that comes here has done
+        # its products of the step before, so the buffer of that step may be written in the next.
         cute.arch.barrier(barrier_id=BwdBarrier.EXCHANGE, number_of_threads=128 * cfg.consumer_warpgroups)
         if const_expr(cfg.shared_keys):
             self.issue_gradient(dv, words_p, dv_operands, stages_v, cfg.dv_part)
@@ -458,10 +468,10 @@ class BwdMainloop:
     ):
         """All query tiles of one query head.
 
-        frags from `fragments`; shared: lse2, D, dS, dQ; inputs: scale of a score, softcap's factor, slope of ALiBi; place:
-        position of the thread's first key, seqlen_k, seqlen_k - seqlen_q, window, key tile; g_dq (tiles, tile_m *
-        qk_columns); g_turns (tiles, warpgroups), read with `deterministic`; gradients: accumulators of dK and dV, updated in place; blocks see `query_blocks`. Returns the states of the
-        rings.
+        frags from `fragments`; shared: lse2, D, dS, dQ; inputs: scale of a score, softcap's factor, slope of ALiBi;
+        place: position of the thread's first key, seqlen_k, seqlen_k - seqlen_q, window, key tile; g_dq (tiles, tile_m *
+        qk_columns); g_turns (tiles, warpgroups), read with `deterministic`; gradients: accumulators of dK and dV,
+        updated in place; blocks see `query_blocks`. Returns the states of the rings.
         """
         cfg = self.cfg
         warpgroup = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
