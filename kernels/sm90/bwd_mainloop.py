@@ -469,9 +469,9 @@ class BwdMainloop:
         """All query tiles of one query head.
 
         frags from `fragments`; shared: lse2, D, dS, dQ; inputs: scale of a score, softcap's factor, slope of ALiBi;
-        place: position of the thread's first key, seqlen_k, seqlen_k - seqlen_q, window, key tile; g_dq (tiles,
-        tile_m * qk_columns); g_turns (tiles, warpgroups), read with `deterministic`; gradients: accumulators of dK and dV,
-        updated in place; blocks see `query_blocks`. Returns the states of the rings.
+        place: position of the thread's first key, seqlen_k, seqlen_k - seqlen_q, window, key tile;
+        g_dq (tiles, tile_m * qk_columns); g_turns (tiles, warpgroups), read with `deterministic`; gradients:
+        accumulators of dK and dV, updated in place; blocks see `query_blocks`. Returns the states of the rings.
         """
         cfg = self.cfg
         warpgroup = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
