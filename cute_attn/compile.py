@@ -34,7 +34,14 @@ from typing import Any
 
 from cute_attn import cache, plan, sass
 from cute_attn.dispatch import EXACT
-from cute_attn.kernels.config import HEAD_DIMS, HEAD_DIMS_16BIT, Fwd16Config, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import (
+    HEAD_DIMS,
+    HEAD_DIMS_16BIT,
+    Bwd16Config,
+    Fwd16Config,
+    FwdConfig,
+    QuantizeConfig,
+)
 from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import PRESETS
 
@@ -50,7 +57,7 @@ __all__ = [
     "main",
 ]
 
-KernelConfig = FwdConfig | Fwd16Config | QuantizeConfig
+KernelConfig = FwdConfig | Fwd16Config | Bwd16Config | QuantizeConfig
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
 # Above -O1 the assembler moves the loads of the quantiser's loops up until it has to spill their counters, and puts
@@ -130,6 +137,40 @@ def build(config: KernelConfig, options: str = "") -> Any:
             ]
             args[7:7] = [integers(ends), integers(ends), integers(cute.sym_int32()), integers(1)]
             args.append(cutlass.Int32(1))
+    elif isinstance(config, Bwd16Config):
+        from cute_attn.kernels.sm90.bwd import Bwd16bitSm90
+
+        element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
+        entry = Bwd16bitSm90(config)
+        rows, blocks = (cute.sym_int32() for _ in range(2))
+        args = [
+            wide(element, batch, seqlen_q, heads_q, d),
+            wide(element, batch, seqlen_k, heads_k, d),
+            wide(element, batch, seqlen_k, heads_k, d_v),
+            wide(element, batch, seqlen_q, heads_q, d_v),
+            wide(element, batch, seqlen_q, heads_q, d_v),
+            scalars(batch, heads_q, seqlen_q),
+            scalars(batch, heads_q, seqlen_q),
+            scalars(batch, heads_q),
+            wide(element, batch, seqlen_q, heads_q, d),
+            wide(element, batch, seqlen_k, heads_k, d),
+            wide(element, batch, seqlen_k, heads_k, d_v),
+            wide(cutlass.Float32, batch, heads_q, rows),
+            wide(cutlass.Float32, batch, heads_q, rows),
+            wide(cutlass.Float32, batch, heads_q, blocks, config.tile_m * config.qk_columns),
+            make_fake_tensor(
+                cutlass.Int32,
+                (batch, heads_q, blocks, config.consumer_warpgroups),
+                tuple(cute.sym_int64() for _ in range(4)),
+                assumed_align=4,
+            ),
+            cutlass.Float32(1.0),
+            cutlass.Float32(1.0),
+            cutlass.Float32(1.0),
+            cutlass.Int32(1),
+            cutlass.Int32(1),
+            cutlass.Int32(1),
+        ]
     elif isinstance(config, FwdConfig):
         from cute_attn.kernels.entry import FwdEntry
         from cute_attn.kernels.sm90.fwd import Fwd8bitSm90

@@ -51,7 +51,8 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(softmax_scale * q k^T + bias + mask) v, exactly, by flash-attn's signature and conventions.
 
-    FlashAttention-3's forward (arXiv 2407.08608, sections 3.1 and 3.2). No backward.
+    FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2; backward: appendix B.1). Where q, k, v or sinks require
+    grad, out and lse are differentiable, once. torch.compile traces it as one operator.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1; head_dim a multiple of 8 from 32 to
@@ -67,7 +68,8 @@ def flash_attn_func(
             right; -1 for no end. With `causal`, right is 0.
         softcap: where > 0, scores become softcap * tanh(score / softcap), before bias and mask.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32: adds -slope * |i + seqlen_k - seqlen_q - j| to a score.
-        deterministic: of the backward; the forward always is.
+        deterministic: key tiles add to the gradient of q in their order, so that it is the same, bit for bit, in every
+            run, and wait for one another; all else always is.
         return_attn_probs: False; probabilities are never in memory.
         seqused_k: (batch,) int32, contiguous, on the device of q: only the first seqused_k[b] keys of entry b count,
             as if it had no others. Values below 0 count as 0, above seqlen_k as seqlen_k. The kernel of
@@ -84,7 +86,7 @@ def flash_attn_func(
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: a shape, stride, device or value that is not allowed, or no Hopper GPU.
-        NotImplementedError: dropout, return_attn_probs, or grad mode is on and an input requires grad.
+        NotImplementedError: dropout, return_attn_probs, or grad mode is on and alibi_slopes require grad.
     """
     side = {"alibi_slopes": alibi_slopes, "sinks": sinks}
     options = (dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs, window_size)
@@ -93,9 +95,32 @@ def flash_attn_func(
 
         out, lse = attend_used(q, k, v, seqused_k, side, options, backend)
         return (out, lse) if return_lse else out
+    if torch.compiler.is_compiling() or _wants_gradient(q, k, v, *side.values()):
+        from cute_attn.flash_autograd import attend
+
+        out, lse = attend(q, k, v, side, options, backend)
+    else:
+        plan = _find_plan(q, k, v, side, options, backend)
+        out, lse = _attend(q, k, v, plan, alibi_slopes, sinks)
+    return (out, lse) if return_lse else out
+
+
+def _wants_gradient(*tensors: object) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
+def _find_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side: dict[str, Tensor | None],
+    options: tuple[Any, ...],
+    backend: str,
+) -> _Plan:
+    """`_plan`, once for a signature. options are in the order of `flash_attn_func`, with window_size last."""
     try:
-        tensors = [None if x is None else _signature(x) for x in (q, k, v, alibi_slopes, sinks)]
-        kinds = map(type, (*options, *window_size))  # True equals 1 and is not allowed for it
+        tensors = [None if x is None else _signature(x) for x in (q, k, v, *side.values())]
+        kinds = map(type, (*options, *options[-1]))  # True equals 1 and is not allowed for it
         key: tuple[object, ...] = (*tensors, *options, *kinds, backend)
         plan = _plans.get(key)
     except (AttributeError, RuntimeError, TypeError):
@@ -104,9 +129,7 @@ def flash_attn_func(
         plan = _plan(q, k, v, side, options, backend)
         if key:
             _remember(key, plan)
-    validate.check_forward_only("16-bit", q=q, k=k, v=v, **side)
-    out, lse = _attend(q, k, v, plan, alibi_slopes, sinks)
-    return (out, lse) if return_lse else out
+    return plan
 
 
 def flash_attn_explain(
@@ -502,26 +525,11 @@ def reference(
     Returns:
         (out, lse) of `dtype`: (batch, seqlen_q, heads_q, head_dim_v), (batch, heads_q, seqlen_q).
     """
-    (batch, seqlen_q, heads_q, _), (_, seqlen_k, heads_k, _) = q.shape, v.shape
-    group = heads_q // heads_k
+    batch, seqlen_q, heads_q, _ = q.shape
+    group = heads_q // k.shape[2]
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) * softmax_scale  # (batch, heads_q, seqlen_q, seqlen_k)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    position = torch.arange(seqlen_q, device=q.device).unsqueeze(1) + (seqlen_k - seqlen_q)
-    behind = (
-        torch.arange(seqlen_k, device=q.device) - position
-    )  # of a query's own position, (seqlen_q, seqlen_k)
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.to(dtype)[..., None, None] * behind.abs().to(dtype)
-    left, right = window
-    hidden = torch.zeros_like(behind, dtype=torch.bool)
-    if left >= 0:
-        hidden |= behind < -left
-    if right >= 0:
-        hidden |= behind > right
-    scores = scores.masked_fill(hidden, -math.inf)
+    scores, _, _ = masked_scores(q, k, softmax_scale, window, softcap, alibi_slopes)
     extra = torch.full((heads_q,), -math.inf, device=q.device) if sinks is None else sinks
     scores = torch.cat(
         [scores, extra.to(dtype).view(1, heads_q, 1, 1).expand(batch, -1, seqlen_q, -1)], dim=3
@@ -532,5 +540,43 @@ def reference(
     p = torch.exp(scores - top)
     total = p.sum(dim=3, keepdim=True)
     lse = (top + torch.log(total)).squeeze(3)
-    p = p[..., :seqlen_k] / total.masked_fill(total == 0.0, 1.0)
+    p = p[..., :-1] / total.masked_fill(total == 0.0, 1.0)
     return (p @ v).transpose(1, 2).contiguous(), lse
+
+
+def masked_scores(
+    q: Tensor,
+    k: Tensor,
+    softmax_scale: float,
+    window: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What `reference` takes the softmax of.
+
+    Args:
+        q, k: (batch, heads_q, seqlen, head_dim).
+        softmax_scale, window, softcap, alibi_slopes: as in `reference`.
+
+    Returns:
+        (scores, hidden, tanh): (batch, heads_q, seqlen_q, seqlen_k), -inf where hidden; (seqlen_q, seqlen_k) bool; with
+        softcap tanh(score / softcap) of every score, else None.
+    """
+    scores = q @ k.transpose(2, 3) * softmax_scale
+    tanh = None
+    if softcap:
+        tanh = torch.tanh(scores / softcap)
+        scores = softcap * tanh
+    seqlen_q, seqlen_k = scores.shape[2:]
+    position = torch.arange(seqlen_q, device=q.device).unsqueeze(1) + (seqlen_k - seqlen_q)
+    # of a query's own position, (seqlen_q, seqlen_k)
+    behind = torch.arange(seqlen_k, device=q.device) - position
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.to(q.dtype)[..., None, None] * behind.abs().to(q.dtype)
+    left, right = window
+    hidden = torch.zeros_like(behind, dtype=torch.bool)
+    if left >= 0:
+        hidden |= behind < -left
+    if right >= 0:
+        hidden |= behind > right
+    return scores.masked_fill(hidden, -math.inf), hidden, tanh

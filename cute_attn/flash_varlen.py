@@ -120,7 +120,7 @@ def _run(
         plan = _plan(q, k, v, lengths, side, options, backend)
         if key:
             flash._remember(key, plan)
-    validate.check_forward_only("16-bit", q=q, k=k, v=v, **side)
+    validate.check_forward_only("16-bit varlen", q=q, k=k, v=v, **side)
     return _attend(q, k, v, plan, **lengths, **side)  # type: ignore[arg-type]  # cu_seqlens are no None any more
 
 
@@ -134,7 +134,9 @@ def attend_used(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """`flash_attn_func` with `seqused_k`: (out, lse)."""
-    out, lse = _run(*_as_sequences(q, k, v, seqused_k), side, options, backend)
+    sequences = _as_sequences(q, k, v, seqused_k)
+    validate.check_forward_only("16-bit seqused_k", q=q, k=k, v=v, **side)
+    out, lse = _run(*sequences, side, options, backend)
     batch, seqlen_q, heads_q, _ = q.shape
     return out.unflatten(0, (batch, seqlen_q)), lse.view(heads_q, batch, seqlen_q).transpose(0, 1)
 

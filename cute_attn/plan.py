@@ -21,6 +21,7 @@ from cute_attn.kernels.config import (
     HEAD_DIMS_16BIT,
     SMEM_LIMIT,
     WARPGROUP,
+    Bwd16Config,
     Fwd16Config,
     FwdConfig,
     QuantizeConfig,
@@ -929,6 +930,49 @@ def _fitted(config: Fwd16Config) -> Fwd16Config:
     return config
 
 
+def backward16_config(
+    head_dim: int,
+    head_dim_v: int,
+    dtype: str,
+    *,
+    causal: bool = False,
+    window: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+    deterministic: bool = False,
+) -> Bwd16Config:
+    """The 16-bit backward for these properties of a problem. Pure. sinks need no kernel of their own.
+
+    Args:
+        head_dim, head_dim_v: multiples of 8 from 32 to 256.
+        dtype: "bf16" or "fp16".
+        causal, window, softcap, alibi, deterministic: as in `Bwd16Config`; causal and window exclude each other.
+
+    Raises:
+        ValueError: a head_dim or dtype for which there is no kernel.
+    """
+    config = Bwd16Config(
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        tile_m=64,
+        tile_n=128,
+        dtype=dtype,
+        causal=causal,
+        dq_split="columns",
+        window=window,
+        softcap=softcap,
+        alibi=alibi,
+        deterministic=deterministic,
+    )
+    columns = max(head_dim, head_dim_v)
+    if columns > 128:  # accumulators of 128 keys do not fit, nor dQ beside two stages of Q and dO
+        config = dataclasses.replace(config, tile_n=64, shared_keys=True, dq_direct=True, ds_stages=1)
+    elif columns <= 64 and not (softcap or alibi):  # whose values beside twice the scores would not fit
+        config = dataclasses.replace(config, tile_m=128, dq_split="rows")
+    config.check()
+    return config
+
+
 def all_forward16_configs() -> list[Fwd16Config]:
     """A sample of the 16-bit kernels, for ahead-of-use compilation and tests: the common ones, each feature once."""
     common = [
@@ -976,3 +1020,21 @@ def tile16_table() -> list[dict[str, object]]:
             }
         )
     return rows
+
+
+def all_backward16_configs() -> list[Bwd16Config]:
+    """A sample of the 16-bit backward, as `all_forward16_configs`."""
+    common = [
+        backward16_config(head_dim, head_dim, dtype, causal=causal)
+        for head_dim in (64, 128, 256)
+        for dtype, causal in (("bf16", False), ("bf16", True), ("fp16", True))
+    ]
+    features = [
+        backward16_config(head_dim, head_dim, "bf16", **{feature: True})
+        for head_dim in (64, 128, 256)
+        for feature in ("window", "softcap", "alibi", "deterministic")
+    ]
+    every = {"window": True, "softcap": True, "alibi": True, "deterministic": True}
+    others = [backward16_config(head_dim, head_dim, "fp16", **every) for head_dim in (64, 128, 256)]
+    others += [backward16_config(192, 128, "bf16", causal=True), backward16_config(40, 72, "bf16")]
+    return list(dict.fromkeys([*common, *features, *others]))

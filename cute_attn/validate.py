@@ -247,6 +247,8 @@ def check_causal(causal: object) -> bool:
 
 def check_number(name: str, x: object, allowed: str) -> float:
     """A real number as a float. Raises TypeError for anything else, also for a bool or a tensor."""
+    if isinstance(x, (int, float)) and not isinstance(x, bool):
+        return float(x)  # torch.compile traces this test, and not the next one
     if isinstance(x, (bool, str, Tensor)) or not hasattr(x, "__float__"):
         raise TypeError(f"{name} is a {type(x).__name__}; allowed: {allowed}")
     return float(x)

@@ -372,14 +372,14 @@ class Run:
         """
         from cute_attn import compile as compiler
         from cute_attn.bench import cases, figures
-        from cute_attn.kernels.config import Fwd16Config
+        from cute_attn.kernels.config import Fwd16Config, FwdConfig, QuantizeConfig
 
         options = self.options
         sixteen = options.dtype != "fp8"
         configs = [
             config
             for config in compiler.configurations()
-            if isinstance(config, Fwd16Config) == sixteen
+            if isinstance(config, (FwdConfig, QuantizeConfig) if not sixteen else Fwd16Config)
             and (not isinstance(config, Fwd16Config) or config.dtype == options.dtype)
             and {config.head_dim, config.head_dim_v} <= set(options.head_dim)
             and getattr(config, "pack_gqa", 1) == 1

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..config import FwdConfig
+from ..config import Bwd16Config, FwdConfig
 
 
 @cute.jit
@@ -109,3 +109,60 @@ def blocks_seen(row_end: Int32, seqlen_q: Int32, seqlen_k: Int32, cfg: FwdConfig
     last = (row_end - 1) // cfg.pack_gqa  # bottom-right: query i sees keys j <= i + seqlen_k - seqlen_q
     seen = cutlass.min(seqlen_k, last + 1 + seqlen_k - seqlen_q)
     return cutlass.max((cutlass.max(seen, 0) + cfg.tile_n - 1) // cfg.tile_n, 1)
+
+
+@cute.jit
+def query_blocks(n_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window, cfg: Bwd16Config):
+    """Query blocks that see keys of key tile n_block, (first, plain, plain_end, end): first .. end - 1, of which those
+    before `plain` and from `plain_end` on need a mask; none where first = end.
+
+    window is (left, right), read only by configurations with one. A tile with keys past seqlen_k needs masks
+    throughout: without one the zeros there might make an infinite P.
+    """
+    tile_m, shift = cfg.tile_m, seqlen_k - seqlen_q
+    first_key = n_block * cfg.tile_n
+    last_key = cutlass.min(first_key + cfg.tile_n, seqlen_k) - 1
+    end = (seqlen_q + tile_m - 1) // tile_m
+    first, plain = Int32(0), Int32(0)
+    if cutlass.const_expr(cfg.causal or cfg.window):
+        right = window[1] if cutlass.const_expr(cfg.window) else Int32(0)
+        # query i sees keys up to i + shift + right
+        first = cutlass.max(first_key - shift - right, 0) // tile_m
+        plain = (cutlass.max(last_key - shift - right, 0) + tile_m - 1) // tile_m
+    plain_end = end
+    if cutlass.const_expr(cfg.window):
+        # and from i + shift - left on
+        end = cutlass.min(end, cutlass.max(last_key - shift + window[0] + tile_m, 0) // tile_m)
+        plain_end = cutlass.max(first_key - shift + window[0] + 1, 0) // tile_m
+    if first_key + cfg.tile_n > seqlen_k:
+        plain = end
+    first = cutlass.min(first, end)
+    plain = cutlass.min(cutlass.max(plain, first), end)
+    return first, plain, cutlass.max(cutlass.min(plain_end, end), plain), end
+
+
+@cute.jit
+def first_key_block(m: Int32, place, cfg: Bwd16Config) -> Int32:
+    """First key block that has query block m among its `query_blocks`; place[2:4] is (seqlen_k - seqlen_q, left)."""
+    first = Int32(0)
+    if cutlass.const_expr(cfg.window):
+        first = cutlass.max(m * cfg.tile_m + place[2] - place[3], 0) // cfg.tile_n
+    return first
+
+
+@cute.jit
+def key_block_coord(cta: Int32, n_blocks: Int32, heads: Int32, turn: Int32, cfg: Bwd16Config):
+    """CTA -> (key block, head among heads_k * batch), in the order in which CTAs start.
+
+    The blocks of a head are neighbours, so that Q, dO and the sum of dQ stay in L2, and ascend. Under a causal mask the
+    first keys are seen by most queries: of `turn` heads together the longest come first, so that CTAs end together.
+    """
+    head, n_block = cta // n_blocks, cta % n_blocks
+    if cutlass.const_expr(cfg.causal):
+        section = cta // (turn * n_blocks)
+        first = section * turn
+        count = cutlass.min(turn, heads - first)
+        rest = cta - first * n_blocks
+        n_block = rest // count
+        head = first + rest % count
+    return n_block, head

@@ -1,0 +1,245 @@
+"""16-bit attention as operators that autograd and torch.compile know.
+
+`flash_attn_func` comes here where a gradient is wanted or torch.compile traces it; other calls take the shorter way.
+The operators are `cute_attn::flash_attn_forward`, whose gradient is `cute_attn::flash_attn_backward`; neither has a
+second derivative. Between them live q, k, v, out and lse: memory is linear in the lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from cute_attn import flash, validate
+from cute_attn.flash_backward import reference_backward
+
+__all__ = ["attend", "backward"]
+
+_OPTIONS: Final = (
+    "Tensor? alibi_slopes, Tensor? sinks, float? softmax_scale, bool causal, int left, int right, float softcap, "
+    "bool deterministic, str backend"
+)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side: dict[str, Tensor | None],
+    options: tuple[Any, ...],
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `flash.flash_attn_func`, of which autograd knows the gradient.
+
+    Args:
+        q, k, v, backend: as there.
+        side: alibi_slopes and sinks.
+        options: see `flash.flash_attn_func`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as there.
+    """
+    if not torch.compiler.is_compiling():
+        flash._find_plan(q, k, v, side, options, backend)  # which checks all arguments
+    dropout_p, scale, causal, _, deterministic, _, window_size = options
+    (left, right), softcap = flash._check_options(dropout_p, *options[2:])
+    if scale is not None:
+        scale = validate.check_number("softmax_scale", scale, "a float or None")
+    slopes, sinks = side["alibi_slopes"], side["sinks"]
+    if torch.is_grad_enabled() and isinstance(slopes, Tensor) and slopes.requires_grad:
+        raise NotImplementedError(
+            "alibi_slopes requires grad, but slopes have no gradient; allowed: alibi_slopes.detach()"
+        )
+    right = window_size[1] if causal else right  # `causal` says the rest
+    return torch.ops.cute_attn.flash_attn_forward(
+        q, k, v, slopes, sinks, scale, causal, left, right, softcap, deterministic, backend
+    )
+
+
+def _planned(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    deterministic: bool,
+    backend: str,
+) -> flash._Plan:
+    options = (0.0, scale, causal, softcap, deterministic, False, (left, right))
+    return flash._find_plan(q, k, v, {"alibi_slopes": slopes, "sinks": sinks}, options, backend)
+
+
+@torch.library.custom_op(
+    "cute_attn::flash_attn_forward",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    plan = _planned(q, k, v, slopes, sinks, *options)
+    return flash._attend(q, k, v, plan, slopes, sinks)
+
+
+@_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    flash._check_tensors(q, k, v)  # so that tracing names a wrong argument
+    validate.check_side_tensors(q.shape[0], q.shape[2], q.device, slopes, sinks)
+    batch, seqlen_q, heads_q, _ = q.shape
+    out = q.new_empty((batch, seqlen_q, heads_q, v.shape[3]))
+    return out, q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    plan: flash._Plan,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and sinks (None without), of the dtypes of these.
+
+    Args:
+        q, k, v, slopes, sinks: of the forward, `plan` its plan, out and lse its results.
+        dout, dlse: gradients of out and lse, any strides; None: zero.
+        deterministic: whether the sums of dq have an order.
+    """
+    slopes = None if slopes is None else slopes.expand(q.shape[0], q.shape[2])
+    if plan.config is None:
+        dq, dk, dv, dsinks = reference_backward(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dout,
+            dlse,
+            softmax_scale=plan.softmax_scale,
+            window=plan.window,
+            softcap=plan.softcap,
+            alibi_slopes=slopes,
+            sinks=sinks,
+        )
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+    from cute_attn.launch_backward import launch_backward16
+    from cute_attn.plan import backward16_config
+
+    config = backward16_config(
+        plan.config.head_dim,
+        plan.config.head_dim_v,
+        plan.config.dtype,
+        causal=plan.config.causal,
+        window=plan.config.window,
+        softcap=plan.config.softcap,
+        alibi=plan.config.alibi,
+        deterministic=deterministic,
+    )
+    loadable = (*plan.loadable, flash._loadable(out), dout.stride(3) == 1 and flash._loadable(dout))
+    q, k, v, out, dout = (
+        flash._loaded(x, fits) for x, fits in zip((q, k, v, out, dout), loadable, strict=True)
+    )
+    dq, dk, dv, d = launch_backward16(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dout,
+        config,
+        dlse=dlse,
+        softmax_scale=plan.softmax_scale,
+        softcap=plan.softcap,
+        window=plan.window,
+        alibi_slopes=slopes,
+    )
+    return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, lse, d)
+
+
+def sinks_gradient(sinks: Tensor, lse: Tensor, d: Tensor) -> Tensor:
+    """-sum over batch and rows of exp(sink - lse) d, (heads_q,): see `reference_backward`.
+
+    Args:
+        sinks: (heads_q,).
+        lse, d: (batch, heads_q, seqlen_q); d is rowsum(dout * out) - dlse.
+    """
+    share = torch.exp(sinks.view(1, -1, 1) - lse).masked_fill(lse == -torch.inf, 0.0)
+    return -(share * d).sum((0, 2))
+
+
+@torch.library.custom_op(
+    "cute_attn::flash_attn_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    plan = _planned(q, k, v, slopes, sinks, *options)
+    deterministic = options[5]
+    dq, dk, dv, dsinks = backward(q, k, v, out, lse, dout, dlse, plan, slopes, sinks, deterministic)
+    return dq, dk, dv, lse.new_empty((0,)) if dsinks is None else dsinks
+
+
+@_backward.register_fake
+def _(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv, lse.new_empty((0,) if sinks is None else sinks.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.options = inputs[5:]
+    ctx.save_for_backward(*inputs[:5], *output)
+    ctx.set_materialize_grads(False)  # lse is seldom differentiated
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, slopes, sinks, out, lse = ctx.saved_tensors
+    none = (None,) * len(ctx.options)
+    if dout is None and dlse is None:
+        return (None,) * 5 + none
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dsinks = torch.ops.cute_attn.flash_attn_backward(
+        dout, dlse, q, k, v, out, lse, slopes, sinks, *ctx.options
+    )
+    needed = ctx.needs_input_grad
+    gradients = (dq, dk, dv, None, dsinks)
+    return tuple(x if needs else None for x, needs in zip(gradients, needed[:5], strict=True)) + none
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,186 @@
+"""The passes before and behind the main kernel of the backward (sm90/bwd.py has the tensors and the formulas).
+
+Before (`BwdPrologue`): D = rowsum(dO * O) - dlse and lse2 = lse * log2(e) of every query row, for rows that are padded
+to a multiple of tile_m; and zeros for the sum of dQ and its turns. Behind (`BwdEpilogue`): dQ = softmax_scale * sum,
+rounded to 16 bits and brought from the order of accumulators into rows. Both are bound by bandwidth; a CTA takes tile_m
+rows of one head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass.memory import SmemAllocator
+
+from ..common.pointers import aligned
+from ..config import Bwd16Config
+from .vectors import IN_TYPES, widen
+
+THREADS = 256
+LOG2_E = math.log2(math.e)
+
+
+@cute.jit
+def load_words(x: cute.Tensor, row: Int32, column: Int32, inside) -> cute.Tensor:
+    """Eight 16-bit elements of row `row` of x (rows, dim) as four words; zeros where not `inside`."""
+    words = cute.make_rmem_tensor(4, Uint32)
+    words.fill(0)
+    if inside:
+        pointer = cute.recast_ptr(cute.domain_offset((row, column), x).iterator, dtype=Uint32)
+        cute.autovec_copy(cute.make_tensor(aligned(pointer, 16), cute.make_layout(4)), words)
+    return words
+
+
+class BwdPrologue:
+    """D, lse2 and zeros, see above."""
+
+    def __init__(self, cfg: Bwd16Config):
+        self.cfg = cfg
+        self.element = IN_TYPES[cfg.dtype]
+        vectors = -(-cfg.head_dim_v // 8)
+        self.lanes = 1 << (vectors - 1).bit_length()  # of one row, 4 to 32; those past head_dim_v have zeros
+        self.pass_rows = THREADS // self.lanes
+
+    @cute.jit
+    def launch(
+        self,
+        out: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
+        dout: cute.Tensor,  # likewise
+        lse: cute.Tensor,  # (batch, heads_q, seqlen_q)
+        dlse: cute.Tensor,  # likewise, may be expanded
+        lse2: cute.Tensor,  # (batch, heads_q, rows)
+        d_rows: cute.Tensor,  # likewise
+        dq_sum: cute.Tensor,  # (batch, heads_q, blocks, tile_m * qk_columns)
+        turns: cute.Tensor,  # (batch, heads_q, blocks, warpgroups)
+        stream,
+    ):
+        batch, heads, blocks, _ = dq_sum.shape
+        self.kernel(out, dout, lse, dlse, lse2, d_rows, dq_sum, turns).launch(
+            grid=[blocks * heads * batch, 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        m_out: cute.Tensor,
+        m_dout: cute.Tensor,
+        m_lse: cute.Tensor,
+        m_dlse: cute.Tensor,
+        m_lse2: cute.Tensor,
+        m_d_rows: cute.Tensor,
+        m_dq_sum: cute.Tensor,
+        m_turns: cute.Tensor,
+    ):
+        cfg = self.cfg
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        _, heads, blocks, _ = m_dq_sum.shape
+        block, head, batch = cta % blocks, cta // blocks % heads, cta // blocks // heads
+        seqlen_q = m_out.shape[1]
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        dq_sum = m_dq_sum[batch, head, block, None]
+        for i in cutlass.range(tid, cfg.tile_m * cfg.qk_columns // 4, THREADS, unroll=4):
+            target = aligned(dq_sum.iterator + 4 * i, 16)
+            cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
+        if const_expr(cfg.deterministic):
+            if tid < cfg.consumer_warpgroups:
+                m_turns[batch, head, block, tid] = Int32(0)
+        out, dout = m_out[batch, None, head, None], m_dout[batch, None, head, None]
+        column = tid % self.lanes * 8
+        for p in cutlass.range_constexpr(-(-cfg.tile_m // self.pass_rows)):
+            of_tile = p * self.pass_rows + tid // self.lanes
+            row = block * cfg.tile_m + of_tile
+            inside = (row < seqlen_q) & (of_tile < cfg.tile_m)
+            some = inside & (column < cfg.head_dim_v)
+            o, do = load_words(out, row, column, some), load_words(dout, row, column, some)
+            total = Float32(0.0)
+            for w in cutlass.range_constexpr(4):
+                o_low, o_high = widen(o[w], self.element)
+                do_low, do_high = widen(do[w], self.element)
+                total = total + o_low * do_low
+                total = total + o_high * do_high
+            for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+            if (tid % self.lanes == 0) & (of_tile < cfg.tile_m):
+                d, log_sum = Float32(0.0), Float32(math.inf)  # of a row past the end: P = 0
+                if inside:
+                    natural = m_lse[batch, head, row]
+                    if natural != -Float32.inf:  # else a row that sees no key: likewise
+                        d = total - m_dlse[batch, head, row]
+                        log_sum = natural * Float32(LOG2_E)
+                m_d_rows[batch, head, row] = d
+                m_lse2[batch, head, row] = log_sum
+
+
+class BwdEpilogue:
+    """The sum of dQ to dQ, see above."""
+
+    def __init__(self, cfg: Bwd16Config):
+        self.cfg = cfg
+        self.element = IN_TYPES[cfg.dtype]
+        self.pitch = cfg.qk_columns + 8  # elements of a row in shared memory: rows begin four banks apart
+
+    @cute.jit
+    def launch(
+        self,
+        dq_sum: cute.Tensor,  # (batch, heads_q, blocks, tile_m * qk_columns)
+        dq: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
+        softmax_scale: Float32,
+        stream,
+    ):
+        cfg = self.cfg
+
+        @cute.struct
+        class Storage:
+            tile: cute.struct.Align[cute.struct.MemRange[self.element, cfg.tile_m * self.pitch], 16]
+
+        self.storage = Storage
+        batch, heads, blocks, _ = dq_sum.shape
+        self.kernel(dq_sum, dq, softmax_scale).launch(
+            grid=[blocks * heads * batch, 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, m_dq_sum: cute.Tensor, m_dq: cute.Tensor, softmax_scale: Float32):
+        cfg = self.cfg
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        _, heads, blocks, _ = m_dq_sum.shape
+        block, head, batch = cta % blocks, cta // blocks % heads, cta // blocks // heads
+        storage = SmemAllocator().allocate(self.storage)
+        tile = storage.tile.get_tensor(cute.make_layout((cfg.tile_m, cfg.qk_columns), stride=(self.pitch, 1)))
+        source = m_dq_sum[batch, head, block, None]
+        vectors = cfg.dq_registers // 4  # of a thread of the main kernel
+        for index in cutlass.range(tid, cfg.tile_m * cfg.qk_columns // 4, THREADS, unroll=4):
+            values = cute.make_rmem_tensor(4, Float32)
+            pointer = aligned(source.iterator + 4 * index, 16)
+            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), values)
+            # Vector v of thread t of warpgroup w: registers 4 v .. 4 v + 3 of its accumulator, two columns of two rows.
+            thread, v, w = index % 128, index // 128 % vectors, index // 128 // vectors
+            row = thread // 32 * 16 + thread % 32 // 4
+            column = v * 8 + thread % 4 * 2
+            for i in cutlass.range_constexpr(4):
+                at = (row + 8 * (i // 2), column + i % 2)
+                if const_expr(cfg.dq_split == "rows"):
+                    at = (at[0] + 64 * w, at[1])
+                elif const_expr(cfg.dq_split == "columns"):
+                    at = (at[0], at[1] + w * (cfg.qk_columns // cfg.consumer_warpgroups))
+                else:
+                    at = (at[1], at[0] + 64 * w)
+                tile[at] = (values[i] * softmax_scale).to(self.element)
+        cute.arch.sync_threads()  # all threads: the tile is written
+        dq = m_dq[batch, None, head, None]
+        lanes = cfg.qk_columns // 8
+        for index in cutlass.range(tid, cfg.tile_m * lanes, THREADS, unroll=2):
+            of_tile, column = index // lanes, index % lanes * 8
+            row = block * cfg.tile_m + of_tile
+            if (row < m_dq.shape[1]) & (column < cfg.head_dim):
+                words = cute.make_rmem_tensor(4, Uint32)
+                pointer = cute.recast_ptr(cute.domain_offset((of_tile, column), tile).iterator, dtype=Uint32)
+                cute.autovec_copy(cute.make_tensor(aligned(pointer, 16), cute.make_layout(4)), words)
+                pointer = cute.recast_ptr(cute.domain_offset((row, column), dq).iterator, dtype=Uint32)
+                cute.autovec_copy(words, cute.make_tensor(aligned(pointer, 16), cute.make_layout(4)))

@@ -1,0 +1,438 @@
+"""Main kernel of the 16-bit backward on Hopper: set-up, launch, roles, producer, epilogue.
+
+For each (batch, head), with P = exp(S - lse) recomputed from Q, K and lse, and D = rowsum(dO * O) from the pass before
+(FlashAttention-2, arXiv 2307.08691, algorithm 2; FlashAttention-3, arXiv 2407.08608, section 3 and appendix B.1):
+
+    dV = P^T dO      dP = dO V^T      dS = P * (dP - D)      dQ = softmax_scale * dS K      dK = softmax_scale * dS^T Q
+
+Tensors (every stride is dynamic, the last one is 1):
+
+    q, dout  (batch, seqlen_q, heads_q, head_dim), (batch, seqlen_q, heads_q, head_dim_v)   bf16 or fp16
+    k, v     (batch, seqlen_k, heads_k, head_dim), (batch, seqlen_k, heads_k, head_dim_v)   as q
+    dk, dv   of the shapes of k and v                                                       as q
+    lse2, d  (batch, heads_q, rows)                  float32; rows is a multiple of tile_m, those past seqlen_q have
+                                                     lse2 = inf, which makes their P 0, and D = 0
+    dq_sum   (batch, heads_q, rows / tile_m, tile_m * qk_columns) float32, zeroed: sum of dS K before softmax_scale, in
+             the order of accumulators (see `Bwd16Main.send_dq`)
+    slopes   (batch, heads_q)                        float32, of ALiBi; read only by its configurations
+    turns    (batch, heads_q, rows / tile_m, consumer warpgroups)  int32, zeroed; read only if deterministic: how many
+                                                     key tiles have added to the sum of dQ
+
+A CTA takes tile_n keys of one head of K and all query heads of its group: dK and dV are sums over them in registers.
+Its consumer warpgroups take 64 keys each, or share 64 keys and divide the columns of dK and dV; a last warpgroup
+produces: its first warp issues the TMA loads, the others leave at once. K and V stay in shared memory, Q and dO pass
+through rings with their rows of lse2 and D. The main loop is in bwd_mainloop.py.
+
+Shared memory: K (tile_n, qk_columns), V (tile_n, v_columns), Q (tile_m, qk_columns, q_stages), dO (tile_m, v_columns,
+do_stages), dS (tile_m, tile_n, ds_stages) and with `shared_keys` as many stages of P, dQ in float32 unless it leaves
+from registers, lse2 and D; columns past head_dim hold zeros, which TMA writes. At the end dK and dV lie where K and V
+were, and TMA stores them.
+
+Limits: those of the forward.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pl
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.memory import SmemAllocator
+
+from ..any.bwd_passes import BwdEpilogue, BwdPrologue
+from ..common.pointers import aligned
+from ..common.scheduler import key_block_coord, query_blocks
+from ..config import Bwd16Config, swizzle_columns
+from .bwd_mainloop import BwdBarrier, BwdMainloop
+from .operands import ELEMENTS, row_major_atom
+
+
+def rows_first(x: cute.Tensor) -> cute.Tensor:
+    """(batch, seqlen, heads, dim) -> (seqlen, dim, heads, batch)."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, [1, 3, 2, 0]))
+
+
+class Bwd16Main:
+    """One configuration of the main kernel."""
+
+    def __init__(self, cfg: Bwd16Config):
+        cfg.check()
+        self.cfg = cfg
+        self.dtype = ELEMENTS[cfg.dtype]
+        self.mainloop = BwdMainloop(cfg)
+
+    # -- host -------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def launch(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        dout: cute.Tensor,
+        lse2: cute.Tensor,
+        d_rows: cute.Tensor,
+        dq_sum: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        slopes: cute.Tensor,
+        turns: cute.Tensor,
+        softmax_scale: Float32,
+        score_scale_log2: Float32,  # of a score: softmax_scale * log2(e), with softcap softcap * log2(e)
+        softcap_factor: Float32,  # 2 * log2(e) * softmax_scale / softcap
+        window_left: Int32,
+        window_right: Int32,
+        turn: Int32,  # heads of K whose tiles are mixed, see `key_block_coord`
+        stream,
+    ):
+        cfg = self.cfg
+        tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.qk_columns, cfg.v_columns
+        q, k, v, dout, dk, dv = [rows_first(x) for x in (q, k, v, dout, dk, dv)]
+        # A warpgroup's part of a B operand is whole swizzle rows.
+        atom_q, atom_v = row_major_atom(self.dtype, cfg.dk_part), row_major_atom(self.dtype, cfg.dv_part)
+        atom_k = row_major_atom(self.dtype, cfg.k_part)
+        layout_q = cute.tile_to_shape(atom_q, (tile_m, d, cfg.q_stages), order=(0, 1, 2))
+        layout_do = cute.tile_to_shape(atom_v, (tile_m, d_v, cfg.do_stages), order=(0, 1, 2))
+        layout_k = cute.tile_to_shape(atom_k, (tile_n, d), order=(0, 1))
+        layout_v = cute.tile_to_shape(atom_v, (tile_n, d_v), order=(0, 1))
+        atom_ds = row_major_atom(self.dtype, tile_n)
+        ds_stages = cfg.ds_stages * (2 if const_expr(cfg.shared_keys) else 1)  # P behind dS
+        layout_ds = cute.tile_to_shape(atom_ds, (tile_m, tile_n, ds_stages), order=(0, 1, 2))
+
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        tma_q = cpasync.make_tiled_tma_atom(load, q, cute.select(layout_q, [0, 1]), (tile_m, d))
+        tma_do = cpasync.make_tiled_tma_atom(load, dout, cute.select(layout_do, [0, 1]), (tile_m, d_v))
+        tma_k = cpasync.make_tiled_tma_atom(load, k, layout_k, (tile_n, d))
+        tma_v = cpasync.make_tiled_tma_atom(load, v, layout_v, (tile_n, d_v))
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        box_k, box_v = swizzle_columns(cfg.k_part, 2), swizzle_columns(cfg.dv_part, 2)
+        tma_dk = cpasync.make_tiled_tma_atom(
+            store, dk, cute.tile_to_shape(atom_k, (64, box_k), order=(0, 1)), (64, box_k)
+        )
+        tma_dv = cpasync.make_tiled_tma_atom(
+            store, dv, cute.tile_to_shape(atom_v, (64, box_v), order=(0, 1)), (64, box_v)
+        )
+
+        dq_size = 4 if const_expr(cfg.dq_direct) else tile_m * d
+
+        @cute.struct
+        class Storage:
+            bar_k: cute.struct.MemRange[cutlass.Int64, 2]
+            bar_v: cute.struct.MemRange[cutlass.Int64, 2]
+            bar_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.q_stages]
+            bar_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.do_stages]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
+            do: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
+            ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ds)], 1024]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, dq_size], 1024]
+            lse2: cute.struct.Align[cute.struct.MemRange[Float32, tile_m * cfg.q_stages], 1024]
+            d_rows: cute.struct.Align[cute.struct.MemRange[Float32, tile_m * cfg.do_stages], 16]
+
+        self.storage = Storage
+        n_blocks = cute.ceil_div(k.shape[0], tile_n)
+        self.kernel(
+            tma_q.atom,
+            tma_q.tma_tensor,
+            tma_k.atom,
+            tma_k.tma_tensor,
+            tma_v.atom,
+            tma_v.tma_tensor,
+            tma_do.atom,
+            tma_do.tma_tensor,
+            tma_dk.atom,
+            tma_dk.tma_tensor,
+            tma_dv.atom,
+            tma_dv.tma_tensor,
+            layout_q,
+            layout_k,
+            layout_v,
+            layout_do,
+            layout_ds,
+            lse2,
+            d_rows,
+            dq_sum,
+            slopes,
+            turns,
+            softmax_scale,
+            score_scale_log2,
+            softcap_factor,
+            window_left,
+            window_right,
+            n_blocks,
+            turn,
+        ).launch(
+            grid=[n_blocks * k.shape[2] * k.shape[3], 1, 1],
+            block=[cfg.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    # -- device -----------------------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        atom_q: cute.CopyAtom,
+        m_q: cute.Tensor,  # (seqlen_q, head_dim, heads_q, batch)
+        atom_k: cute.CopyAtom,
+        m_k: cute.Tensor,  # (seqlen_k, head_dim, heads_k, batch)
+        atom_v: cute.CopyAtom,
+        m_v: cute.Tensor,
+        atom_do: cute.CopyAtom,
+        m_do: cute.Tensor,
+        atom_dk: cute.CopyAtom,
+        m_dk: cute.Tensor,
+        atom_dv: cute.CopyAtom,
+        m_dv: cute.Tensor,
+        layout_q: cute.ComposedLayout,
+        layout_k: cute.ComposedLayout,
+        layout_v: cute.ComposedLayout,
+        layout_do: cute.ComposedLayout,
+        layout_ds: cute.ComposedLayout,
+        m_lse2: cute.Tensor,  # (batch, heads_q, rows)
+        m_d_rows: cute.Tensor,  # likewise
+        m_dq_sum: cute.Tensor,  # (batch, heads_q, blocks, tile_m * qk_columns)
+        slopes: cute.Tensor,  # (batch, heads_q)
+        m_turns: cute.Tensor,  # (batch, heads_q, blocks, warpgroups)
+        softmax_scale: Float32,
+        score_scale_log2: Float32,
+        softcap_factor: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        n_blocks: Int32,
+        turn: Int32,
+    ):
+        cfg = self.cfg
+        tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.qk_columns, cfg.v_columns
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup = cute.arch.make_warp_uniform(tid // 128)
+        seqlen_q, seqlen_k, heads_k = m_q.shape[0], m_k.shape[0], m_k.shape[2]
+        group = m_q.shape[2] // heads_k  # query heads of a key head
+        n_block, index = key_block_coord(cta, n_blocks, heads_k * m_k.shape[3], turn, cfg)
+        head_k, batch = index % heads_k, index // heads_k
+        window = (window_left, window_right)
+        blocks = query_blocks(n_block, seqlen_q, seqlen_k, window, cfg)
+
+        if warp_idx == 4 * cfg.consumer_warpgroups:
+            for atom in (atom_q, atom_k, atom_v, atom_do, atom_dk, atom_dv):
+                cpasync.prefetch_descriptor(atom)
+
+        storage = SmemAllocator().allocate(self.storage)
+        s_q = storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)  # (tile_m, d, q_stages)
+        s_do = storage.do.get_tensor(layout_do.outer, swizzle=layout_do.inner)  # (tile_m, d_v, do_stages)
+        s_k = storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner)  # (tile_n, d)
+        s_v = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)  # (tile_n, d_v)
+        s_ds = storage.ds.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)  # (tile_m, tile_n, ds_stages)
+        s_dq = storage.dq.get_tensor(cute.make_layout(4 if const_expr(cfg.dq_direct) else tile_m * d))
+        s_lse2 = storage.lse2.get_tensor(cute.make_layout((tile_m, cfg.q_stages)))
+        s_d_rows = storage.d_rows.get_tensor(cute.make_layout((tile_m, cfg.do_stages)))
+        pipes = (
+            self.ring(storage.bar_q.data_ptr(), cfg.q_stages, tile_m * d * 2 + tile_m * 4),
+            self.ring(storage.bar_do.data_ptr(), cfg.do_stages, tile_m * d_v * 2 + tile_m * 4),
+            self.ring(storage.bar_k.data_ptr(), 1, tile_n * d * 2),
+            self.ring(storage.bar_v.data_ptr(), 1, tile_n * d_v * 2),
+        )
+        pl.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+        pl.pipeline_init_wait(cluster_shape_mn=(1, 1))
+        cute.arch.sync_threads()  # all threads: mbarriers are initialised
+
+        if warpgroup == cfg.consumer_warpgroups:
+            cute.arch.setmaxregister_decrease(cfg.producer_regs)
+            if warp_idx == 4 * cfg.consumer_warpgroups:
+                whole = lambda atom, s, g: cpasync.tma_partition(
+                    atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
+                )
+                g_k = cute.local_tile(m_k[None, None, head_k, batch], (tile_n, d), (n_block, 0))
+                g_v = cute.local_tile(m_v[None, None, head_k, batch], (tile_n, d_v), (n_block, 0))
+                state_q = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.q_stages)
+                state_do = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.do_stages)
+                once = pl.make_pipeline_state(pl.PipelineUserType.Producer, 1)
+                self.load_once(atom_k, whole(atom_k, s_k, g_k), pipes[2], once)
+                self.load_once(atom_v, whole(atom_v, s_v, g_v), pipes[3], once)
+                for h in cutlass.range(group, unroll=1):
+                    head = head_k * group + h
+                    g_q = cute.local_tile(m_q[None, None, head, batch], (tile_m, d), (None, 0))
+                    g_do = cute.local_tile(m_do[None, None, head, batch], (tile_m, d_v), (None, 0))
+                    tq_s, tq_g = whole(atom_q, s_q, g_q)
+                    tdo_s, tdo_g = whole(atom_do, s_do, g_do)
+                    lse2, d_rows = m_lse2[batch, head, None], m_d_rows[batch, head, None]
+                    for m in cutlass.range(blocks[0], blocks[3], unroll=1):
+                        state_q = self.load(m, (atom_q, tq_s, tq_g), (s_lse2, lse2), pipes[0], state_q)
+                        state_do = self.load(
+                            m, (atom_do, tdo_s, tdo_g), (s_d_rows, d_rows), pipes[1], state_do
+                        )
+        else:
+            cute.arch.setmaxregister_increase(cfg.consumer_regs)
+            frags = self.mainloop.fragments(s_q, s_k, s_v, s_do, s_ds, warpgroup)
+            dk, dv = self.mainloop.new_gradients()
+            states = (
+                pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.q_stages),
+                pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.do_stages),
+            )
+            once = pl.make_pipeline_state(pl.PipelineUserType.Consumer, 1)
+            pipes[2].consumer_wait(once)  # TMA has filled K
+            pipes[3].consumer_wait(once)  # TMA has filled V
+            warp_keys = tid % 128 // 32 * 16 if const_expr(cfg.shared_keys) else tid // 32 * 16
+            key0 = n_block * tile_n + warp_keys + tid % 32 // 4  # of the thread's first row of S^T
+            place = (key0, seqlen_k, seqlen_k - seqlen_q, *window, n_block)
+            for h in cutlass.range(group, unroll=1):
+                head = head_k * group + h
+                slope = Float32(0.0)
+                if const_expr(cfg.alibi):
+                    slope = slopes[batch, head]
+                states = self.mainloop.consume(
+                    frags,
+                    (s_lse2, s_d_rows, s_ds, s_dq),
+                    (score_scale_log2, softcap_factor, slope),
+                    place,
+                    m_dq_sum[batch, head, None, None],
+                    m_turns[batch, head, None, None],
+                    (dk, dv),
+                    pipes,
+                    states,
+                    blocks,
+                )
+            self.epilogue(
+                (dk, dv),
+                softmax_scale,
+                (s_k, s_v),
+                (atom_dk, atom_dv),
+                (m_dk[None, None, head_k, batch], m_dv[None, None, head_k, batch]),
+                n_block,
+            )
+
+    def ring(self, barriers, stages: int, tx_bytes: int):
+        """A TMA ring: one producer thread arrives with the byte count, one lane of each consumer warp releases."""
+        return pl.PipelineTmaAsync.create(
+            num_stages=stages,
+            producer_group=pl.CooperativeGroup(pl.Agent.Thread),
+            consumer_group=pl.CooperativeGroup(pl.Agent.Thread, 4 * self.cfg.consumer_warpgroups),
+            tx_count=tx_bytes,
+            barrier_storage=barriers,
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            defer_sync=True,  # one fence and one barrier for all rings, in the kernel
+        )
+
+    @cute.jit
+    def load_once(self, atom: cute.CopyAtom, parts, pipe, state):
+        """K or V, whose one stage nobody releases. Called by one whole warp."""
+        s, g = parts
+        pipe.producer_acquire(state)  # does not wait: the stage is empty
+        cute.copy(atom, g, s, tma_bar_ptr=pipe.producer_get_barrier(state))
+
+    @cute.jit
+    def load(self, m: Int32, tile, row, pipe, state):
+        """Queries m * tile_m and on of Q with lse2, or of dO with D, into the stage of `state`; returns the next one.
+
+        tile is (copy atom, shared partition, global partition), row (shared (tile_m, stages), global (rows,)). Called
+        by one whole warp.
+        """
+        atom, s, g = tile
+        s_row, g_row = row
+        tile_m = self.cfg.tile_m
+        pipe.producer_acquire(state)  # waits until all consumer warps have released the stage
+        barrier = pipe.producer_get_barrier(state)
+        cute.copy(atom, g[None, m], s[None, state.index], tma_bar_ptr=barrier)
+        with cute.arch.elect_one():
+            bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=tile_m * 32)
+            source = cute.local_tile(g_row, (tile_m,), (m,))
+            source = cute.make_tensor(aligned(source.iterator, 16), source.layout)
+            cute.copy(bulk, source, s_row[None, state.index], mbar_ptr=barrier)
+        state.advance()
+        return state
+
+    @cute.jit
+    def epilogue(self, gradients, softmax_scale: Float32, shared, atoms, targets, n_block: Int32):
+        """dK and dV, registers -> shared memory, in place of K and V -> TMA store, each warpgroup its accumulators.
+
+        TMA drops what lies past seqlen_k and head_dim. targets are (seqlen_k, head_dim) and (seqlen_k, head_dim_v).
+        """
+        cfg = self.cfg
+        tid, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup = warp_idx // 4
+        # all consumers: nobody reads K and V any more
+        cute.arch.barrier(barrier_id=BwdBarrier.EXCHANGE, number_of_threads=128 * cfg.consumer_warpgroups)
+        copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        # The warpgroup's tile among those of (64, part) of the CTA.
+        place = (0, warpgroup) if const_expr(cfg.shared_keys) else (warpgroup, 0)
+        block = n_block if const_expr(cfg.shared_keys) else n_block * cfg.consumer_warpgroups + warpgroup
+        boxes = (swizzle_columns(cfg.k_part, 2), swizzle_columns(cfg.dv_part, 2))
+        for i in cutlass.range_constexpr(2):
+            acc, s, part = gradients[i], shared[i], (cfg.dk_part, cfg.dv_part)[i]
+            if const_expr(i == 0):
+                for j in cutlass.range_constexpr(cute.size(acc)):
+                    acc[j] = acc[j] * softmax_scale
+            narrow = cute.make_rmem_tensor_like(acc, self.dtype)
+            narrow.store(acc.load().to(self.dtype))
+            mma = self.mainloop.one_warpgroup(part)
+            tiled_copy = cute.make_tiled_copy_C(copy_atom, mma).get_slice(tid % 128)
+            own = cute.local_tile(s, (64, part), place)
+            cute.copy(copy_atom, tiled_copy.retile(narrow), tiled_copy.partition_D(own))
+        cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads through the async proxy
+        # the warpgroup: all of it has written, and its first warp may store
+        cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
+        if warp_idx % 4 == 0:
+            for i in cutlass.range_constexpr(2):
+                count = (cfg.dk_part, cfg.dv_part)[i] // boxes[i]
+                for c in cutlass.range_constexpr(count):
+                    column = place[1] * count + c
+                    s_box = cute.local_tile(shared[i], (64, boxes[i]), (place[0], column))
+                    g_box = cute.local_tile(targets[i], (64, boxes[i]), (block, column))
+                    t_s, t_g = cpasync.tma_partition(
+                        atoms[i],
+                        0,
+                        cute.make_layout(1),
+                        cute.group_modes(s_box, 0, 2),
+                        cute.group_modes(g_box, 0, 2),
+                    )
+                    cute.copy(atoms[i], t_s, t_g)
+            cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
+
+
+class Bwd16bitSm90:
+    """One 16-bit configuration: three launches on one stream. Call it inside `cute.compile` with (fake) tensors."""
+
+    def __init__(self, cfg: Bwd16Config):
+        self.main = Bwd16Main(cfg)
+        self.before = BwdPrologue(cfg)
+        self.behind = BwdEpilogue(cfg)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
+        dout: cute.Tensor,
+        lse: cute.Tensor,  # (batch, heads_q, seqlen_q) float32, natural log
+        dlse: cute.Tensor,  # likewise, may be expanded
+        slopes: cute.Tensor,
+        dq: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        lse2: cute.Tensor,  # these three: workspace, see above
+        d_rows: cute.Tensor,
+        dq_sum: cute.Tensor,
+        turns: cute.Tensor,
+        softmax_scale: Float32,
+        score_scale_log2: Float32,
+        softcap_factor: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        turn: Int32,
+        stream,
+    ):
+        self.before.launch(out, dout, lse, dlse, lse2, d_rows, dq_sum, turns, stream)
+        self.main.launch(
+            q, k, v, dout, lse2, d_rows, dq_sum, dk, dv, slopes, turns,
+            softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, stream,
+        )  # fmt: skip
+        self.behind.launch(dq_sum, dq, softmax_scale, stream)

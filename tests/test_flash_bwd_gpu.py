@@ -1,0 +1,368 @@
+"""The 16-bit backward on a Hopper GPU, against float64.
+
+The bound of an error is that of torch's own gradients in 16 bits on the same inputs, twice. Outputs and workspace are
+poisoned before every launch: what the kernels do not write stays NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    launch,
+    launch_backward,
+)
+from cute_attn.compile import compile_kernel
+from cute_attn.flash import masked_scores, reference
+from cute_attn.flash_backward import reference_backward
+from cute_attn.kernels.config import Bwd16Config, Fwd16Config
+from cute_attn.plan import backward16_config, forward16_config
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+BF16, FP16 = torch.bfloat16, torch.float16
+NAMES = {BF16: "bf16", FP16: "fp16"}
+
+# batch, seqlen_q, seqlen_k, heads_q, heads_k
+SHAPES = (
+    (1, 1, 1, 1, 1),
+    (2, 200, 333, 4, 2),
+    (1, 300, 100, 2, 1),
+    (1, 130, 1000, 6, 2),
+    (1, 1, 257, 8, 1),
+    (1, 65, 63, 8, 1),
+    (3, 129, 129, 1, 1),
+)
+# head_dim, head_dim_v, dtype and what the call has. A covering table: each pair of two features, and of a feature and
+# a head_dim of each kernel, is in a row.
+CASES = (
+    (64, 64, BF16, ""),
+    (64, 64, FP16, "causal deterministic"),
+    (64, 64, BF16, "window deterministic sinks"),
+    (64, 64, FP16, "softcap alibi"),
+    (64, 64, BF16, "causal softcap sinks"),
+    (64, 64, BF16, "window alibi"),
+    (128, 128, BF16, ""),
+    (128, 128, FP16, "causal sinks"),
+    (128, 128, BF16, "window softcap"),
+    (128, 128, BF16, "causal alibi deterministic"),
+    (128, 128, FP16, "softcap deterministic"),
+    (128, 128, BF16, "window alibi sinks"),
+    (256, 256, FP16, ""),
+    (256, 256, BF16, "causal"),
+    (256, 256, BF16, "window softcap alibi deterministic sinks"),
+    (256, 256, BF16, "deterministic"),
+    (32, 32, BF16, "causal"),
+    (40, 72, BF16, "causal"),
+    (96, 80, BF16, ""),
+    (120, 128, BF16, "causal"),
+    (136, 136, BF16, ""),
+    (160, 64, BF16, ""),
+    (192, 128, BF16, "causal"),
+    (224, 248, BF16, "causal"),
+)
+WINDOW = (100, 31)
+
+
+def masks(features: str) -> dict[str, bool]:
+    return {name: name in features for name in ("causal", "window", "softcap", "alibi")}
+
+
+def kernels_of(case: tuple[int, int, torch.dtype, str]) -> list[Fwd16Config | Bwd16Config]:
+    """Those that a case launches at its shapes."""
+    d, v, dtype, features = case
+    found: list[Fwd16Config | Bwd16Config] = []
+    for _, seqlen_q, seqlen_k, heads_q, heads_k in SHAPES:
+        on = masks(features)
+        on["causal"] &= seqlen_q != 1
+        if on["window"]:
+            right = WINDOW[1] < seqlen_q and seqlen_q != 1
+            on["window"] = WINDOW[0] < seqlen_k or right
+        group = heads_q // heads_k
+        options = {**on, "sinks": "sinks" in features, "group": group, "seqlen_q": seqlen_q}
+        found.append(forward16_config(d, v, NAMES[dtype], **options))
+        found.append(backward16_config(d, v, NAMES[dtype], **on, deterministic="deterministic" in features))
+    return found
+
+
+def more_kernels() -> list[Fwd16Config | Bwd16Config]:
+    """Those of the tests that are not of CASES: equal heads, and few."""
+    found: list[Fwd16Config | Bwd16Config] = []
+    for d in (64, 128, 256):
+        for causal in (False, True):
+            found.append(forward16_config(d, d, "bf16", causal=causal, seqlen_q=1000))
+            found += [
+                backward16_config(d, d, "bf16", causal=causal, deterministic=deterministic)
+                for deterministic in (False, True)
+            ]
+    return found
+
+
+def compile_one(config: Fwd16Config | Bwd16Config) -> None:
+    """Compile into the disk cache. A kernel itself does not travel between processes."""
+    compile_kernel(config)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(request: pytest.FixtureRequest) -> None:
+    """The kernels of the chosen tests, side by side. A failure is left to the test, which compiles it again."""
+    chosen = (
+        [item for item in request.session.items if item.path == request.path]
+        if hasattr(request, "path")
+        else []
+    )
+    chosen = chosen or request.session.items
+    wanted: list[Fwd16Config | Bwd16Config] = []
+    for item in chosen:
+        if "test_flash_bwd_gpu" not in item.nodeid:
+            continue
+        case = getattr(item, "callspec", None)
+        case = case.params.get("case") if case is not None else None
+        wanted += kernels_of(case) if case is not None else more_kernels()
+    workers = min(15, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for future in [pool.submit(compile_one, config) for config in dict.fromkeys(wanted)]:
+            future.exception()
+
+
+class PoisonedTorch:
+    """torch, but what `empty` returns holds NaN, or a number that is no count."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *args: Any, **options: Any) -> Tensor:
+        x = torch.empty(*args, **options)
+        return x.fill_(math.nan if x.is_floating_point() else 7777)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "torch", PoisonedTorch())
+    monkeypatch.setattr(launch_backward, "torch", PoisonedTorch())
+
+
+def tensors(
+    shape: tuple[int, ...], head_dim: int, head_dim_v: int, dtype: torch.dtype = BF16
+) -> list[Tensor]:
+    """N(0, 1) q, k, v; V has a mean, so that D is not small."""
+    batch, seqlen_q, seqlen_k, heads_q, heads_k = shape
+    sizes = ((seqlen_q, heads_q, head_dim), (seqlen_k, heads_k, head_dim), (seqlen_k, heads_k, head_dim_v))
+    q, k, v = (torch.randn(batch, *size, device=DEVICE) for size in sizes)
+    return [x.to(dtype).requires_grad_() for x in (q, k, v + 0.5)]
+
+
+def torch_gradients(
+    tensors: list[Tensor], sinks: Tensor | None, gradients: tuple[Tensor, Tensor], options: dict[str, Any]
+) -> list[Tensor]:
+    """By autograd through the formulas in the dtype of the tensors."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    extra = [] if sinks is None else [sinks.detach().clone().requires_grad_()]
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores, hidden, _ = masked_scores(
+        q,
+        k,
+        options["softmax_scale"],
+        options["window"],
+        options.get("softcap", 0.0),
+        options.get("alibi_slopes"),
+    )
+    scores = scores.masked_fill(hidden, -3e4)
+    everything = scores
+    if extra:
+        column = extra[0].to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        everything = torch.cat([scores, column], dim=3)
+    p = torch.softmax(everything, dim=3)[..., : scores.shape[3]].masked_fill(hidden, 0.0)
+    lse = torch.logsumexp(everything.float(), dim=3)
+    if not extra:
+        lse = lse.masked_fill(hidden.all(1), 0.0)
+    return list(torch.autograd.grad(((p @ v).transpose(1, 2), lse), [*leaves, *extra], gradients))
+
+
+def check(
+    got: list[Tensor],
+    tensors: list[Tensor],
+    gradients: tuple[Tensor, Tensor],
+    sinks: Tensor | None = None,
+    **options: Any,
+) -> None:
+    """Gradients of q, k, v and sinks against float64; errors at most twice those of torch in 16 bits."""
+    q, k, v = (x.detach() for x in tensors)
+    options = {"softmax_scale": 1.0 / math.sqrt(q.shape[3]), "window": (-1, -1), **options}
+    fixed = None if sinks is None else sinks.detach()
+    out, lse = reference(q, k, v, sinks=fixed, dtype=torch.float64, **options)
+    exact = reference_backward(q, k, v, out, lse, *gradients, sinks=fixed, dtype=torch.float64, **options)
+    rough = torch_gradients([q, k, v], fixed, gradients, options)
+    for name, x, y, z in zip(("dq", "dk", "dv", "dsinks"), got, exact, rough, strict=False):
+        bound = (z.double() - y).abs().max().item()
+        step = torch.finfo(q.dtype).eps * y.abs().max().item()  # where torch happens to be exact
+        error = (x.double() - y).abs().max().item()
+        assert error <= 2.0 * bound + step, f"{name}: error {error:.3e}, torch's {bound:.3e}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{NAMES[case[2]]}-{case[3]}")
+def test_features(case: tuple[int, int, torch.dtype, str]) -> None:
+    """out and lse are both differentiated; GQA, tails, rows without keys."""
+    d, v, dtype, features = case
+    for shape in SHAPES:
+        inputs = tensors(shape, d, v, dtype)
+        batch, heads = shape[0], shape[3]
+        options: dict[str, Any] = {}
+        if "softcap" in features:
+            options["softcap"] = 5.0
+        if "alibi" in features:
+            options["alibi_slopes"] = torch.rand(batch, heads, device=DEVICE) * 0.2
+        sinks = torch.randn(heads, device=DEVICE).requires_grad_() if "sinks" in features else None
+        on = masks(features)
+        out, lse = flash_attn_func(
+            *inputs,
+            causal=on["causal"],
+            window_size=WINDOW if on["window"] else (-1, -1),
+            deterministic="deterministic" in features,
+            return_lse=True,
+            sinks=sinks,
+            **options,
+        )
+        gradients = (torch.randn_like(out), torch.randn_like(lse))
+        leaves = [*inputs, *([] if sinks is None else [sinks])]
+        got = list(torch.autograd.grad((out, lse), leaves, gradients))
+        window = (-1, 0) if on["causal"] else WINDOW if on["window"] else (-1, -1)
+        check(got, inputs, gradients, sinks, window=window, **options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_runs_are_equal_to_the_bit(head_dim: int) -> None:
+    """Always dk and dv; dq if deterministic. Many key tiles add to each query tile."""
+    inputs = tensors((2, 1000, 1500, 4, 2), head_dim, head_dim)
+    for causal in (False, True):
+        out = flash_attn_func(*inputs, causal=causal, deterministic=True)
+        dout = torch.randn_like(out)
+        first = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+        for _ in range(50):
+            again = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+            assert all(map(torch.equal, first, again))
+        free = torch.autograd.grad(flash_attn_func(*inputs, causal=causal), inputs, dout)
+        assert all(map(torch.equal, first[1:], free[1:]))
+        torch.testing.assert_close(first[0], free[0], rtol=2e-2, atol=1e-3)
+
+
+def test_strided_expanded_and_odd_tensors() -> None:
+    qkv = torch.randn(2, 300, 3, 4, 64, device=DEVICE).to(BF16).requires_grad_()
+    out, lse = flash_attn_qkvpacked_func(qkv, causal=True, return_lse=True)
+    parts = [x.detach() for x in qkv.unbind(2)]
+    for dout in (
+        torch.randn_like(out),
+        torch.ones(1, 1, 1, 1, device=DEVICE, dtype=BF16).expand_as(out),
+        torch.randn(2, 4, 300, 64, device=DEVICE).to(BF16).transpose(1, 2),
+        torch.randn(2, 300, 4, 65, device=DEVICE).to(BF16)[..., 1:],
+        torch.randn(2, 300, 64, 4, device=DEVICE).to(BF16).transpose(2, 3),
+    ):
+        dlse = torch.zeros_like(lse)
+        (got,) = torch.autograd.grad(out, qkv, dout, retain_graph=True)
+        check(list(got.unbind(2)), parts, (dout, dlse), window=(-1, 0))
+        (got,) = torch.autograd.grad(
+            (out, lse), qkv, (dout, torch.ones((), device=DEVICE).expand_as(lse)), retain_graph=True
+        )
+        check(list(got.unbind(2)), parts, (dout, torch.ones_like(lse)), window=(-1, 0))
+    kv = qkv.detach()[:, :, 1:].requires_grad_()
+    out = flash_attn_kvpacked_func(parts[0], kv, causal=True)
+    dout = torch.randn_like(out)
+    (got,) = torch.autograd.grad(out, kv, dout)
+    leaves = [x.requires_grad_() for x in parts]
+    dq, dk, dv = torch.autograd.grad(flash_attn_func(*leaves, causal=True), leaves, dout)
+    assert torch.equal(got, torch.stack([dk, dv], dim=2)) and dq.is_contiguous()
+    odd = torch.randn(2, 300, 4, 67, device=DEVICE).to(BF16)[..., 3:].requires_grad_()  # not for TMA
+    shared = torch.randn(1, 300, 4, 64, device=DEVICE).to(BF16).requires_grad_()
+    out = flash_attn_func(odd, shared.expand(2, -1, -1, -1), odd, causal=True)
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, (odd, shared), dout)
+    copies = [x.detach().clone().requires_grad_() for x in (odd, shared.expand(2, -1, -1, -1), odd)]
+    a, b, c = torch.autograd.grad(flash_attn_func(*copies, causal=True), copies, dout)
+    torch.testing.assert_close(got[0], a + c, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got[1], b.sum(0, keepdim=True), rtol=2e-2, atol=2e-2)
+
+
+def test_graph_is_kept_and_parts_are_left_out() -> None:
+    q, k, v = tensors((1, 300, 300, 4, 4), 128, 128)
+    out, lse = flash_attn_func(q, k, v, causal=True, deterministic=True, return_lse=True)
+    loss = (out.float() ** 2).sum() + lse.sum()
+    first = torch.autograd.grad(loss, (q, k, v), retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, (q, k, v))))
+    only = flash_attn_func(q.detach(), k, v.detach(), causal=True, deterministic=True)
+    (only.float() ** 2).sum().backward()
+    assert k.grad is not None and q.grad is None and v.grad is None
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0, 1.0])
+def test_softmax_scale_of_any_sign(scale: float) -> None:
+    inputs = tensors((1, 200, 300, 2, 2), 128, 128)
+    out = flash_attn_func(*inputs, softmax_scale=scale)
+    dout = torch.randn_like(out)
+    got = list(torch.autograd.grad(out, inputs, dout))
+    check(got, inputs, (dout, torch.zeros(1, 2, 200, device=DEVICE)), softmax_scale=scale)
+
+
+def test_nothing_is_read_past_the_end() -> None:
+    """What lies behind q, k, v and dout in memory is NaN."""
+    for d in (64, 128, 256):
+        parts = []
+        for s in (130, 200, 200, 130):
+            room = torch.full((s * d + 4096,), math.nan, dtype=BF16, device=DEVICE)
+            room[: s * d] = torch.randn(s * d, device=DEVICE).to(BF16)
+            parts.append(room[: s * d].view(1, s, 1, d))
+        inputs = [x.requires_grad_() for x in parts[:3]]
+        got = torch.autograd.grad(flash_attn_func(*inputs), inputs, parts[3])
+        check(list(got), inputs, (parts[3], torch.zeros(1, 1, 130, device=DEVICE)))
+
+
+def test_long_sequences_and_linear_memory() -> None:
+    peaks = []
+    for seqlen in (8192, 16384):
+        inputs = tensors((1, seqlen, seqlen, 2, 2), 128, 128)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = flash_attn_func(*inputs, causal=True)
+        gradients = torch.autograd.grad(out, inputs, torch.ones_like(out))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        assert all(bool(x.isfinite().all()) for x in gradients)
+    assert peaks[1] < 2.1 * peaks[0]
+    inputs = tensors((1, 4096, 4096, 2, 2), 128, 128)
+    out = flash_attn_func(*inputs, causal=True)
+    dout = torch.randn_like(out)
+    got = list(torch.autograd.grad(out, inputs, dout))
+    check(got, inputs, (dout, torch.zeros(1, 2, 4096, device=DEVICE)), window=(-1, 0))
+
+
+def test_torch_compile_and_graphs() -> None:
+    q, k, v = tensors((1, 300, 300, 4, 4), 64, 64)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_func(q * 2, k, v, causal=True, deterministic=True).float().sum()
+
+    want = torch.autograd.grad(run(q, k, v), (q, k, v))
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, want, torch.autograd.grad(compiled(q, k, v), (q, k, v))))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(run(q, k, v), (q, k, v))
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.autograd.grad(run(q, k, v), (q, k, v))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, want, captured))
