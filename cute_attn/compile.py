@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn import cache, plan, sass
-from cute_attn.kernels.config import HEAD_DIMS, Fwd16Config, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import HEAD_DIMS, DecodeConfig, Fwd16Config, FwdConfig, QuantizeConfig
 from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import PRESETS
 
@@ -44,7 +44,7 @@ __all__ = [
     "main",
 ]
 
-KernelConfig = FwdConfig | Fwd16Config | QuantizeConfig
+KernelConfig = FwdConfig | Fwd16Config | QuantizeConfig | DecodeConfig
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
 # Above -O1 the assembler moves the loads of the quantiser's loops up until it has to spill their counters, and puts
@@ -90,7 +90,11 @@ def build(config: KernelConfig, options: str = "") -> Any:
     address, layout = cutlass.Int64(0), tuple(cutlass.Int64(0) for _ in Layout._fields)
     entry: Any
     args: list[Any]
-    if isinstance(config, Fwd16Config):
+    arch = ARCH
+    if isinstance(config, DecodeConfig):
+        entry, args = _decode_arguments(config, wide, scalars)
+        arch = config.arch
+    elif isinstance(config, Fwd16Config):
         from cute_attn.kernels.sm90.fwd import Fwd16bitSm90
 
         element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
@@ -156,7 +160,51 @@ def build(config: KernelConfig, options: str = "") -> Any:
                 cutlass.Int32(0),
             ]
         options = f"{QUANTISER_OPTIONS} {options}"
-    return cute.compile(entry, *args, stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}")
+    return cute.compile(entry, *args, stream, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}")
+
+
+def _decode_arguments(
+    config: DecodeConfig, wide: Callable[..., Any], scalars: Callable[..., Any]
+) -> tuple[Any, list[Any]]:
+    """Host entry of a decoding kernel, and what `build` compiles it with; `wide` and `scalars` are of `build`."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    from cute_attn.kernels.decode.attend import ELEMENTS, Decode
+
+    element = ELEMENTS[config.dtype]
+    cached = cutlass.Float8E4M3FN if config.cache == "e4m3" else element
+    batch, seqlen_q, heads_q, heads_k, sequences, slots, blocks = (cute.sym_int32() for _ in range(7))
+    d, d_v = config.head_dim, config.head_dim_v
+
+    def int32(*shape: Any) -> Any:
+        strides = tuple(cute.sym_int64() for _ in shape)
+        return make_fake_tensor(cutlass.Int32, shape, strides, assumed_align=4)
+
+    scales = {"none": None, "head": (batch, heads_k), "token": (sequences, slots, heads_k)}[config.scales]
+    paged = config.paging != "none"
+    args = [
+        wide(element, batch, seqlen_q, heads_q, d),
+        wide(cached, sequences, slots, heads_k, d),
+        wide(cached, sequences, slots, heads_k, d_v),
+        wide(element, batch, seqlen_q, heads_q, d_v),
+        scalars(batch, heads_q, seqlen_q),
+        int32(batch),
+        int32(batch) if config.batch_idx else None,
+        int32(batch) if config.leftpad else None,
+        int32(batch, blocks) if paged else None,
+        None if scales is None else scalars(*scales),
+        None if scales is None else scalars(*scales),
+        scalars(batch, heads_q) if config.alibi else None,
+        scalars(heads_q) if config.sinks else None,
+        cutlass.Int64(0),
+        cutlass.Int32(1),
+        cutlass.Float32(1.0),
+        cutlass.Float32(1.0),
+        *(cutlass.Int32(1) for _ in range(6)),
+    ]
+    return Decode(config), args
 
 
 _compiled: dict[KernelConfig, Callable[..., None]] = {}
