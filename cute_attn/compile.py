@@ -29,7 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn import cache, plan, sass
-from cute_attn.kernels.config import HEAD_DIMS, DecodeConfig, Fwd16Config, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import (
+    HEAD_DIMS,
+    AppendConfig,
+    DecodeConfig,
+    Fwd16Config,
+    FwdConfig,
+    QuantizeConfig,
+)
 from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import PRESETS
 
@@ -44,7 +51,7 @@ __all__ = [
     "main",
 ]
 
-KernelConfig = FwdConfig | Fwd16Config | QuantizeConfig | DecodeConfig
+KernelConfig = FwdConfig | Fwd16Config | QuantizeConfig | DecodeConfig | AppendConfig
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
 # Above -O1 the assembler moves the loads of the quantiser's loops up until it has to spill their counters, and puts
@@ -93,6 +100,9 @@ def build(config: KernelConfig, options: str = "") -> Any:
     arch = ARCH
     if isinstance(config, DecodeConfig):
         entry, args = _decode_arguments(config, wide, scalars)
+        arch = config.arch
+    elif isinstance(config, AppendConfig):
+        entry, args = _append_arguments(config, wide, scalars)
         arch = config.arch
     elif isinstance(config, Fwd16Config):
         from cute_attn.kernels.sm90.fwd import Fwd16bitSm90
@@ -169,7 +179,6 @@ def _decode_arguments(
     """Host entry of a decoding kernel, and what `build` compiles it with; `wide` and `scalars` are of `build`."""
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
 
     from cute_attn.kernels.decode.attend import ELEMENTS, Decode
 
@@ -177,10 +186,6 @@ def _decode_arguments(
     cached = cutlass.Float8E4M3FN if config.cache == "e4m3" else element
     batch, seqlen_q, heads_q, heads_k, sequences, slots, blocks = (cute.sym_int32() for _ in range(7))
     d, d_v = config.head_dim, config.head_dim_v
-
-    def int32(*shape: Any) -> Any:
-        strides = tuple(cute.sym_int64() for _ in shape)
-        return make_fake_tensor(cutlass.Int32, shape, strides, assumed_align=4)
 
     scales = {"none": None, "head": (batch, heads_k), "token": (sequences, slots, heads_k)}[config.scales]
     paged = config.paging != "none"
@@ -190,10 +195,10 @@ def _decode_arguments(
         wide(cached, sequences, slots, heads_k, d_v),
         wide(element, batch, seqlen_q, heads_q, d_v),
         scalars(batch, heads_q, seqlen_q),
-        int32(batch),
-        int32(batch) if config.batch_idx else None,
-        int32(batch) if config.leftpad else None,
-        int32(batch, blocks) if paged else None,
+        _int32(batch),
+        _int32(batch) if config.batch_idx else None,
+        _int32(batch) if config.leftpad else None,
+        _int32(batch, blocks) if paged else None,
         None if scales is None else scalars(*scales),
         None if scales is None else scalars(*scales),
         scalars(batch, heads_q) if config.alibi else None,
@@ -205,6 +210,52 @@ def _decode_arguments(
         *(cutlass.Int32(1) for _ in range(6)),
     ]
     return Decode(config), args
+
+
+def _append_arguments(
+    config: AppendConfig, wide: Callable[..., Any], scalars: Callable[..., Any]
+) -> tuple[Any, list[Any]]:
+    """Likewise of a kernel that appends."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from cute_attn.kernels.any.vectors import IN_TYPES
+    from cute_attn.kernels.decode.append import Append
+
+    element = IN_TYPES[config.in_dtype]
+    cached = cutlass.Float8E4M3FN if config.cache == "e4m3" else element
+    batch, seqlen_q, heads_q, heads_k, sequences, slots, blocks, new = (cute.sym_int32() for _ in range(8))
+    d, d_v = config.head_dim, config.head_dim_v
+    scales = {"none": None, "head": (batch, heads_k), "token": (sequences, slots, heads_k)}[config.scales]
+    keys, scaled = config.keys, config.keys and scales is not None
+    angles = wide(element, cute.sym_int32(), cute.sym_int32()) if config.rotary != "none" else None
+    args = [
+        wide(element, batch, seqlen_q, heads_q, d) if config.queries else None,
+        wide(element, batch, seqlen_q, heads_q, d) if config.queries else None,
+        wide(element, batch, new, heads_k, d) if keys else None,
+        wide(element, batch, new, heads_k, d_v) if keys else None,
+        wide(cached, sequences, slots, heads_k, d) if keys else None,
+        wide(cached, sequences, slots, heads_k, d_v) if keys else None,
+        _int32(batch),
+        _int32(batch) if config.batch_idx else None,
+        _int32(batch, blocks) if config.paged else None,
+        scalars(*scales) if scaled else None,
+        scalars(*scales) if scaled else None,
+        angles,
+        angles,
+        scalars(d) if config.rotate else None,
+        cutlass.Int32(1),
+    ]
+    return Append(config), args
+
+
+def _int32(*shape: Any) -> Any:
+    """A tensor of lengths, indices or pages: any strides."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    return make_fake_tensor(cutlass.Int32, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=4)
 
 
 _compiled: dict[KernelConfig, Callable[..., None]] = {}

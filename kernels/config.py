@@ -518,3 +518,52 @@ class DecodeConfig:
             raise ValueError(f"warps must be from 1 to 16, got {self.warps}")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"shared memory {self.smem_bytes} bytes exceeds {SMEM_LIMIT}")
+
+
+@dataclass(frozen=True)
+class AppendConfig:
+    """One compiled kernel that writes new K and V into a cache and prepares the queries that read it."""
+
+    head_dim: int  # of Q and K
+    head_dim_v: int
+    in_dtype: str  # "bf16" or "fp16": of the new rows, of Q, and of a 16-bit cache
+    cache: str = "16bit"  # or "e4m3"
+    scales: str = "none"  # of an e4m3 cache: "head", given, or "token", made here
+    paged: bool = False
+    rotary: str = "none"  # of K and Q: "half" (pairs i, i + rotary_dim / 2) or "interleaved"
+    rotate: bool = False  # signs and Hadamard transform of K and Q; e4m3
+    batch_idx: bool = False  # a sequence of the cache for each of the new rows
+    keys: bool = True  # K and V are appended
+    queries: bool = False  # Q is given and comes out embedded and rotated
+    arch: str = "sm_90a"
+
+    @property
+    def name(self) -> str:
+        cache = self.in_dtype if self.cache == "16bit" else f"{self.in_dtype}_{self.cache}_{self.scales}"
+        steps = "".join(
+            f"_{name}" for name in ("paged", "rotate", "batch_idx", "keys", "queries") if getattr(self, name)
+        )
+        steps += "" if self.rotary == "none" else f"_rotary_{self.rotary}"
+        arch = self.arch.replace("_", "").removesuffix("a")
+        return f"append_{arch}_{cache}_{dims_name(self.head_dim, self.head_dim_v)}{steps}"
+
+    def check(self) -> None:
+        """Raise ValueError where the configuration cannot be built; the message names the limit."""
+        step = 16 if self.cache == "e4m3" else 8
+        for field, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if dim % step or not 32 <= dim <= 256:
+                raise ValueError(f"{field} must be a multiple of {step} from 32 to 256, got {dim}")
+        for field, value, allowed in (
+            ("in_dtype", self.in_dtype, ("bf16", "fp16")),
+            ("cache", self.cache, ("16bit", "e4m3")),
+            ("scales", self.scales, ("head", "token") if self.cache == "e4m3" else ("none",)),
+            ("rotary", self.rotary, ("none", "half", "interleaved")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
+        if self.cache == "e4m3" and self.arch == "sm_80":
+            raise ValueError("arch must have conversions to e4m3, as sm_89 and sm_90a have, got 'sm_80'")
+        if self.rotate and self.cache != "e4m3":
+            raise ValueError("rotate must be False with a 16-bit cache")
+        if not (self.keys or self.queries):
+            raise ValueError("keys or queries must be True: there is nothing to do")
