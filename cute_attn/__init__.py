@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from cute_attn.api import explain, flash_attn_fp8_func, fp8_attention, fp8_attention_quantized, quantize
+    from cute_attn.append import append_kv
+    from cute_attn.decode import decode_kernel, flash_attn_with_kvcache
     from cute_attn.flash import (
         flash_attn_func,
         flash_attn_kernel,
@@ -28,12 +30,15 @@ __all__ = [
     "Fp8Recipe",
     "QuantizedQKV",
     "__version__",
+    "append_kv",
+    "decode_kernel",
     "explain",
     "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_kernel",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "fp8_attention",
     "fp8_attention_quantized",
     "quantize",
@@ -43,12 +48,15 @@ _HOME: Final = {
     "PRESETS": "cute_attn.quantize",
     "Fp8Recipe": "cute_attn.quantize",
     "QuantizedQKV": "cute_attn.quantize",
+    "append_kv": "cute_attn.append",
+    "decode_kernel": "cute_attn.decode",
     "explain": "cute_attn.api",
     "flash_attn_fp8_func": "cute_attn.api",
     "flash_attn_func": "cute_attn.flash",
     "flash_attn_kernel": "cute_attn.flash",
     "flash_attn_kvpacked_func": "cute_attn.flash",
     "flash_attn_qkvpacked_func": "cute_attn.flash",
+    "flash_attn_with_kvcache": "cute_attn.decode",
     "fp8_attention": "cute_attn.api",
     "fp8_attention_quantized": "cute_attn.api",
 }

@@ -187,7 +187,9 @@ def _decode_arguments(
     batch, seqlen_q, heads_q, heads_k, sequences, slots, blocks = (cute.sym_int32() for _ in range(7))
     d, d_v = config.head_dim, config.head_dim_v
 
-    scales = {"none": None, "head": (batch, heads_k), "token": (sequences, slots, heads_k)}[config.scales]
+    scales: Any = {"none": None, "head": (batch, heads_k), "token": (sequences, slots, heads_k)}[
+        config.scales
+    ]
     paged = config.paging != "none"
     args = [
         wide(element, batch, seqlen_q, heads_q, d),
@@ -226,7 +228,9 @@ def _append_arguments(
     cached = cutlass.Float8E4M3FN if config.cache == "e4m3" else element
     batch, seqlen_q, heads_q, heads_k, sequences, slots, blocks, new = (cute.sym_int32() for _ in range(8))
     d, d_v = config.head_dim, config.head_dim_v
-    scales = {"none": None, "head": (batch, heads_k), "token": (sequences, slots, heads_k)}[config.scales]
+    scales: Any = {"none": None, "head": (batch, heads_k), "token": (sequences, slots, heads_k)}[
+        config.scales
+    ]
     keys, scaled = config.keys, config.keys and scales is not None
     angles = wide(element, cute.sym_int32(), cute.sym_int32()) if config.rotary != "none" else None
     args = [

@@ -1,11 +1,13 @@
 """Attention of a few new queries against a KV cache, with flash-attn's function.
 
-The path of a call is check -> plan (`decode_plan`) -> launch. There is no emulator: away from a GPU that a kernel
+The path of a call is check -> plan (`decode_plan`) -> launches: new keys and values into the cache (`append`), then
+attention. There is no emulator: away from a GPU that a kernel
 exists for a call is an error unless `backend="reference"` asks for the definition in float32.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -15,20 +17,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from cute_attn import decode_plan, flash, validate
+from cute_attn import append, decode_plan, flash, kv, validate
 from cute_attn.compile import compile_kernel
 from cute_attn.decode_plan import Shares
-from cute_attn.kernels.config import HEAD_DIMS_16BIT, DecodeConfig
+from cute_attn.kernels.config import AppendConfig, DecodeConfig
 from cute_attn.plan import DTYPE_NAMES
-from cute_attn.problem import device_capability
 
 __all__ = ["decode_kernel", "flash_attn_with_kvcache", "reference"]
 
-BACKENDS: Final = ("auto", "sm90", "reference")
-ARCHS: Final = {(8, 0): "sm_80", (8, 6): "sm_80", (8, 7): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a"}
 LOG2_E: Final = math.log2(math.e)
 NO_END: Final = 1 << 30  # keys to a side that a query without a window sees: more than any cache has
-_E4M3: Final = torch.float8_e4m3fn
 
 
 def flash_attn_with_kvcache(
@@ -55,9 +53,12 @@ def flash_attn_with_kvcache(
     sinks: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    rotation_signs: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(softmax_scale * q k^T + bias + mask) v over the keys in a cache, by flash-attn's signature.
+
+    New keys and values, where given, go into the cache first and are seen.
 
     FlashAttention-2's online softmax (arXiv 2307.08691) with keys split over the GPU. Lengths are read on the device:
     the call can be captured in a CUDA graph and replayed with other lengths, tables and contents. No backward.
@@ -68,10 +69,20 @@ def flash_attn_with_kvcache(
             block_table; dtype of q, or float8_e4m3fn. Last stride 1, address and other strides multiples of 16 bytes.
             head_dim a multiple of 8 from 32 to 256, of 16 with float8_e4m3fn. heads_q is a multiple of heads_k.
         v_cache: likewise, with head_dim_v.
+        k: (batch, seqlen_new, heads_k, head_dim), dtype of q, last stride 1: keys that are written to slots
+            cache_seqlens and on of each sequence, and seen. `cache_seqlens`, which must be given, stays as it is.
+            Tokens past the last slot are not written. Into a float8_e4m3fn cache they go as codes: with a scale of
+            each token and head, which is written to `k_descale`, or with the given scales of heads.
+        v: (batch, seqlen_new, heads_k, head_dim_v), likewise.
+        rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), dtype of q, last stride 1; seqlen_ro at least the slots of
+            a sequence, rotary_dim a multiple of 16. With k: rotary position embedding of k at the slots that it goes
+            to, and of q at positions cache_seqlens + i with a causal mask or window, at cache_seqlens without. Q is
+            rounded to its dtype afterwards.
         cache_seqlens: (batch,) int32 on the device of q, or an int: keys of each sequence; None for all slots. More
             than the slots of a sequence count as all of them. Slots from there on are not read.
         cache_batch_idx: (batch,) int32: sequence of the cache for each of q. Not with a block_table.
-        cache_leftpad: (batch,) int32: slot where each sequence begins; slots before it are not read.
+        cache_leftpad: (batch,) int32: slot where each sequence begins; slots before it are not read. Lengths count
+            from slot 0 all the same.
         block_table: (batch, blocks) int32: page of slots i * page_size to (i + 1) * page_size - 1 of each sequence.
             Any page_size; whole steps of 16 slots make the fewest table reads. Entries of pages without a key that
             is seen are not read.
@@ -79,11 +90,15 @@ def flash_attn_with_kvcache(
         causal: hide key j from query i unless j <= i + seqlen_k - seqlen_q, seqlen_k the length of the sequence.
         window_size: (left, right), as in `flash_attn_func`.
         softcap, alibi_slopes, sinks: as in `flash_attn_func`.
+        rotary_interleaved: pairs of columns are 2 i and 2 i + 1, else i and i + rotary_dim / 2.
         num_splits: 0: work is shared out evenly over the GPU; n > 0: the keys of each head of a sequence are split into
             n parts by its own length alone.
         return_softmax_lse: also return the log-sum-exp of each row's scores.
         k_descale, v_descale: float32, of a float8_e4m3fn cache: (batch, heads_k), or (batch_cache or pages,
             seqlen_cache or page_size, heads_k) for one of each token; any strides.
+        rotation_signs: (head_dim,) float32, 1 or -1 (`cute_attn.quantize.rotation_signs`), of a float8_e4m3fn cache
+            with rotated keys (arXiv 2407.08608, section 3.3): q, and k before it is quantised, is multiplied by them
+            and by a Hadamard matrix, block by block as in `walsh_hadamard`. Q is rounded to its dtype afterwards.
         backend: "auto" (a kernel for the GPU at hand), "sm90" (the Hopper one), or "reference" (torch in float32, any
             device, sequence by sequence).
 
@@ -94,19 +109,8 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: a shape, stride, device or value that is not allowed, or no GPU that a kernel exists for.
-        NotImplementedError: k, v, rotary_cos or rotary_sin, or grad mode is on and an input requires grad.
+        NotImplementedError: grad mode is on and an input requires grad.
     """
-    given = {
-        "k": k,
-        "v": v,
-        "rotary_cos": rotary_cos,
-        "rotary_sin": rotary_sin,
-    }
-    for name, x in given.items():
-        if x is not None:
-            raise NotImplementedError(
-                f"{name} is given, but nothing is appended to a cache yet; allowed: None"
-            )
     side: dict[str, Tensor | None] = {
         "cache_seqlens": cache_seqlens if isinstance(cache_seqlens, Tensor) else None,
         "cache_batch_idx": cache_batch_idx,
@@ -117,24 +121,32 @@ def flash_attn_with_kvcache(
         "k_descale": k_descale,
         "v_descale": v_descale,
     }
+    new = {
+        "k": k,
+        "v": v,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "rotation_signs": rotation_signs,
+    }
     lengths = None if isinstance(cache_seqlens, Tensor) else cache_seqlens
     options = (softmax_scale, causal, softcap, window_size, num_splits, lengths)
     try:
         signature = flash._signature
-        tensors = [None if x is None else signature(x) for x in (q, k_cache, v_cache, *side.values())]
-        kinds = map(type, (*options, *window_size))
-        key: tuple[object, ...] = (*tensors, *options, *kinds, backend)
+        given = (q, k_cache, v_cache, *side.values(), *new.values())
+        tensors = [None if x is None else signature(x) for x in given]
+        kinds = map(type, (*options, *window_size, rotary_interleaved))
+        key: tuple[object, ...] = (*tensors, *options, *kinds, rotary_interleaved, backend)
         plan = _plans.get(key)
     except (AttributeError, RuntimeError, TypeError):
         key, plan = (), None  # not a dense tensor, or unhashable: the checks below name the argument
     if plan is None:
-        plan = _plan(q, k_cache, v_cache, side, options, backend)
+        plan = _plan(q, k_cache, v_cache, side, new, options, rotary_interleaved, backend)
         if key:
             if len(_plans) >= _MAX_PLANS:
                 _plans.clear()
             _plans[key] = plan
-    validate.check_forward_only("cached", q=q, k_cache=k_cache, v_cache=v_cache, **side)
-    out, lse = plan.run(q, k_cache, v_cache, side)
+    validate.check_forward_only("cached", q=q, k_cache=k_cache, v_cache=v_cache, **side, **new)
+    out, lse = plan.run(q, k_cache, v_cache, side, new)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -157,7 +169,7 @@ def decode_kernel(
     v_descale: Tensor | None = None,
     backend: str = "auto",
 ) -> str:
-    """Name of the kernel that `flash_attn_with_kvcache` runs with these arguments, without running it.
+    """Name of the kernel with which `flash_attn_with_kvcache` attends with these arguments, without running it.
 
     Args: as those of `flash_attn_with_kvcache`. "reference" where no kernel runs.
 
@@ -176,7 +188,7 @@ def decode_kernel(
     }
     lengths = None if isinstance(cache_seqlens, Tensor) else cache_seqlens
     options = (None, causal, softcap, window_size, num_splits, lengths)
-    config = _plan(q, k_cache, v_cache, side, options, backend).config
+    config = _plan(q, k_cache, v_cache, side, dict.fromkeys(append.TENSORS), options, True, backend).config
     return "reference" if config is None else config.name
 
 
@@ -190,27 +202,45 @@ class _Plan:
     """What a call with these shapes, strides and options does."""
 
     config: DecodeConfig | None  # None: the reference
+    append: AppendConfig | None  # of the kernel that comes first, if one does
     shares: Shares
     softmax_scale: float
     softcap: float
     window: tuple[int, int]  # -1 without an end
     length: int  # of every sequence where no tensor says it
+    rotary_interleaved: bool
 
     def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, side: dict[str, Tensor | None]
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        side: dict[str, Tensor | None],
+        new: dict[str, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
         batch, heads_q, device = q.shape[0], q.shape[2], q.device
         seqlens = side["cache_seqlens"]
         if seqlens is None:
-            seqlens = torch.full((batch,), self.length, dtype=torch.int32, device=device)
+            seqlens = kv.lengths_of(self.length, batch, device)
         slopes = side["alibi_slopes"]
         slopes = None if slopes is None else slopes.expand(batch, heads_q)
+        k = new["k"]
+        seqlen_new = 0 if k is None else k.shape[1]
+        q_step = int(self.window != (-1, -1))
+        places = {**side, "cache_seqlens": seqlens}
+        if self.append is not None:
+            turned = append.launch_append(q, k_cache, v_cache, self.append, new, places, q_step=q_step)
+            q = q if turned is None else turned
         if self.config is None:
+            if seqlen_new:
+                append.append_reference(k_cache, v_cache, new, places, self.rotary_interleaved)
+            if new["rotary_cos"] is not None or new["rotation_signs"] is not None:
+                q = append.queries_reference(q, new, seqlens, self.rotary_interleaved, q_step)
             out, lse = reference(
                 q,
                 k_cache,
                 v_cache,
-                cache_seqlens=seqlens,
+                cache_seqlens=seqlens + seqlen_new,
                 softmax_scale=self.softmax_scale,
                 window=self.window,
                 softcap=self.softcap,
@@ -240,6 +270,7 @@ class _Plan:
             softmax_scale=self.softmax_scale,
             softcap=self.softcap,
             window=self.window,
+            seqlen_new=seqlen_new,
         )
 
 
@@ -252,44 +283,49 @@ def _plan(
     k_cache: Tensor,
     v_cache: Tensor,
     side: dict[str, Tensor | None],
+    new: dict[str, Tensor | None],
     options: tuple[object, ...],
+    interleaved: bool,
     backend: str,
 ) -> _Plan:
     """Check everything, and plan."""
     softmax_scale, causal, softcap, window_size, num_splits, length = options
     scale, window, cap = flash._check_options(0.0, softmax_scale, causal, softcap, False, False, window_size)
-    _check_caches(q, k_cache, v_cache)
-    capacity = _check_side(q, k_cache, side)
+    kv.check_caches("q", q, k_cache, v_cache)
+    validate._check_heads(q.shape[2], k_cache.shape[2])
+    flash._check_side(q, {name: side[name] for name in ("alibi_slopes", "sinks")})
+    capacity = kv.check_places("q", q, k_cache, side)
+    append.check_append("q", q, k_cache, v_cache, capacity, new, interleaved)
     if isinstance(num_splits, bool) or not isinstance(num_splits, int):
         raise TypeError(f"num_splits is a {type(num_splits).__name__}; allowed: an int")
     if not 0 <= num_splits <= 256:
         raise ValueError(f"num_splits is {num_splits}; allowed: 0 to 256")
-    if side["cache_seqlens"] is not None or length is None:
-        length = capacity
-    else:
-        if isinstance(length, bool) or not isinstance(length, int):
-            raise TypeError(
-                f"cache_seqlens is a {type(length).__name__}; allowed: an int32 torch.Tensor, an int or None"
-            )
-        if not 0 <= length <= capacity:
-            raise ValueError(f"cache_seqlens is {length}; allowed: 0 to the slots of a sequence, {capacity}")
-    arch = _arch(backend, q)
+    k = new["k"]
+    count = 0
+    if side["cache_seqlens"] is None:
+        count = kv.check_length(length, capacity, None if k is None else k.shape[1])
+    arch = kv.target(backend, "q", q, k_cache.dtype)
     batch, seqlen_q, heads_q, head_dim = q.shape
     heads_k, head_dim_v = v_cache.shape[2:]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    none = Shares(0, 0, 1, 0)
-    if arch is None or 0 in (batch, seqlen_q):
-        return _Plan(None, none, scale, cap, window, length)
-    fp8 = k_cache.dtype == _E4M3
-    if fp8 and arch == "sm_80":
-        raise ValueError(
-            f"k_cache has dtype {k_cache.dtype} and q is on {q.device}, a GPU without conversions from it; allowed: "
-            "compute capability 8.9 or 9.x, or a 16-bit cache"
+    plan = _Plan(None, None, Shares(0, 0, 1, 0), scale, cap, window, count, interleaved)
+    if arch is None or batch == 0:
+        return plan
+    keys = k is not None and k.shape[1] > 0
+    queries = seqlen_q > 0 and (new["rotary_cos"] is not None or new["rotation_signs"] is not None)
+    if keys or queries:
+        given = new if keys else {**new, "k": None, "v": None}
+        config = append.append_config(
+            q, k_cache, v_cache, given, side, interleaved, queries=queries, arch=arch
         )
+        plan = dataclasses.replace(plan, append=config)
+    if seqlen_q == 0:
+        return plan
+    fp8 = k_cache.dtype == kv.E4M3
     descale = side["k_descale"]
     left, right = window
     rows = seqlen_q * (heads_q // heads_k)
-    config = decode_plan.decode_config(
+    attend = decode_plan.decode_config(
         head_dim,
         head_dim_v,
         DTYPE_NAMES[q.dtype],
@@ -305,125 +341,13 @@ def _plan(
         leftpad=side["cache_leftpad"] is not None,
         arch=arch,
     )
-    shares = decode_plan.shares(config, batch, heads_k, rows, capacity, num_splits, _sms(q.device))
-    return _Plan(config, shares, scale, cap, window, length)
+    shares = decode_plan.shares(attend, batch, heads_k, rows, capacity, num_splits, _sms(q.device))
+    return dataclasses.replace(plan, config=attend, shares=shares)
 
 
 @functools.lru_cache(maxsize=64)
 def _sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _arch(backend: object, q: Tensor) -> str | None:
-    """Target of the kernel for a backend; None for the reference."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
-    if backend == "reference":
-        return None
-    capability = device_capability(q.device)
-    arch = None if capability is None else ARCHS.get(capability)
-    if arch is None or (backend == "sm90" and arch != "sm_90a"):
-        where = f"device {q.device}"
-        if capability is not None:
-            where += f", a GPU of compute capability {capability[0]}.{capability[1]}"
-        allowed = "9.0" if backend == "sm90" else ", ".join(f"{a}.{b}" for a, b in ARCHS)
-        raise ValueError(
-            f"q is on {where}; allowed: a GPU of compute capability {allowed}, or backend='reference'"
-        )
-    return arch
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Checks
-# ------------------------------------------------------------------------------------------------------------
-
-
-def _check_caches(q: object, k_cache: object, v_cache: object) -> None:
-    validate._check_tensor("q", q, validate.IN_DTYPES)
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        validate._check_tensor(name, x, (*validate.IN_DTYPES, _E4M3))
-    assert isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.device != q.device:
-            raise ValueError(f"{name} is on device {x.device}; allowed: that of q, {q.device}")
-        if x.dtype not in (q.dtype, _E4M3):
-            raise TypeError(f"{name} has dtype {x.dtype}; allowed: that of q, {q.dtype}, or {_E4M3}")
-    if v_cache.dtype != k_cache.dtype:
-        raise TypeError(f"v_cache has dtype {v_cache.dtype}; allowed: that of k_cache, {k_cache.dtype}")
-    if k_cache.shape[3] != q.shape[3]:
-        raise ValueError(f"head_dim of k_cache is {k_cache.shape[3]}; allowed: that of q, {q.shape[3]}")
-    step = 16 if k_cache.dtype == _E4M3 else 8
-    for name, dim in (("q", q.shape[3]), ("v_cache", v_cache.shape[3])):
-        if dim not in HEAD_DIMS_16BIT or dim % step:
-            raise ValueError(f"head_dim of {name} is {dim}; allowed: multiples of {step} from 32 to 256")
-    for i, what in ((0, "first size"), (1, "second size"), (2, "heads")):
-        if v_cache.shape[i] != k_cache.shape[i]:
-            raise ValueError(
-                f"{what} of v_cache is {v_cache.shape[i]}; allowed: that of k_cache, {k_cache.shape[i]}"
-            )
-    validate._check_heads(q.shape[2], k_cache.shape[2])
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        size = x.element_size()
-        strides = [stride * size for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
-        if x.data_ptr() % 16 or any(stride % 16 for stride in strides):
-            raise ValueError(
-                f"{name} has strides {x.stride()} and address {x.data_ptr():#x}; allowed: multiples of 16 bytes, as "
-                "the kernel reads the cache where it is"
-            )
-
-
-def _check_side(q: Tensor, k_cache: Tensor, side: dict[str, Tensor | None]) -> int:
-    """Everything beside q and the caches. Returns the slots of a sequence."""
-    batch = q.shape[0]
-    sequences, slots, heads_k, _ = k_cache.shape
-    flash._check_side(q, {name: side[name] for name in ("alibi_slopes", "sinks")})
-    table = side["block_table"]
-    for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table"):
-        x = side[name]
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; allowed: an int32 torch.Tensor or None")
-        if x.dtype != torch.int32:
-            raise TypeError(f"{name} has dtype {x.dtype}; allowed: torch.int32")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on device {x.device}; allowed: that of q, {q.device}")
-        if name == "block_table":
-            if x.dim() != 2 or x.shape[0] != batch:
-                raise ValueError(
-                    f"block_table has shape {tuple(x.shape)}; allowed: (batch, blocks), batch {batch}"
-                )
-        elif tuple(x.shape) != (batch,):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: (batch,) = ({batch},)")
-    if table is not None and side["cache_batch_idx"] is not None:
-        raise ValueError("cache_batch_idx is given with a block_table; allowed: one of them")
-    if table is None and side["cache_batch_idx"] is None and sequences != batch:
-        raise ValueError(
-            f"batch of k_cache is {sequences}; allowed: that of q, {batch}, without cache_batch_idx or block_table"
-        )
-    shapes = ((batch, heads_k), (sequences, slots, heads_k))
-    for name in ("k_descale", "v_descale"):
-        x = side[name]
-        if k_cache.dtype != _E4M3:
-            if x is not None:
-                raise ValueError(f"{name} is given with a cache of {k_cache.dtype}; allowed: with {_E4M3}")
-            continue
-        if x is None:
-            raise TypeError(f"{name} is None; allowed with a cache of {_E4M3}: a float32 torch.Tensor")
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; allowed: a float32 torch.Tensor")
-        if x.dtype != torch.float32:
-            raise TypeError(f"{name} has dtype {x.dtype}; allowed: torch.float32")
-        if tuple(x.shape) not in shapes:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: {shapes[0]} or {shapes[1]}")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on device {x.device}; allowed: that of q, {q.device}")
-    k_descale, v_descale = side["k_descale"], side["v_descale"]
-    if k_descale is not None and v_descale is not None and v_descale.shape != k_descale.shape:
-        raise ValueError(
-            f"v_descale has shape {tuple(v_descale.shape)}; allowed: that of k_descale, {tuple(k_descale.shape)}"
-        )
-    return slots if table is None else slots * table.shape[1]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -467,8 +391,7 @@ def launch_decode(
     if softmax_scale <= 0:  # the kernel wants a positive one: signs and zero go to Q
         q = q * math.copysign(1.0, softmax_scale) if softmax_scale else q * 0.0
         softmax_scale = -softmax_scale or 1.0
-    if q.data_ptr() % 16 or any(stride % 8 for stride in q.stride()[:3]):
-        q = q.clone(memory_format=torch.contiguous_format)
+    q = kv.aligned(q)
     out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
     lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
     workspace = torch.empty(shares.slots * config.rows * (2 + head_dim_v), dtype=torch.float32, device=device)

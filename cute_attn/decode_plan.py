@@ -16,7 +16,13 @@ from typing import Final
 
 from cute_attn.kernels.config import DECODE_KEYS, REGISTERS_PER_SM, SMEM_LIMIT, DecodeConfig
 
-SMEM_PER_SM: Final = {"sm_80": 164 << 10, "sm_89": 100 << 10, "sm_90a": 228 << 10}
+SMEM_PER_SM: Final = {
+    "sm_80": 164 << 10,
+    "sm_86": 100 << 10,
+    "sm_87": 164 << 10,
+    "sm_89": 100 << 10,
+    "sm_90a": 228 << 10,
+}
 _RESERVED: Final = 1024  # bytes of shared memory that the system takes for each CTA
 MOST_STAGES: Final = 8
 LEAST_STAGES: Final = 3  # two in flight while one is computed on
@@ -60,7 +66,8 @@ def decode_config(
     """The kernel for `rows` packed rows (queries times heads of a group) and pages of `page_size` slots, None without.
 
     As many tiles of 16 rows as there are, up to what O may take of the registers: 256 columns in all. The ring is as
-    deep as shared memory allows for two CTAs on an SM, or, where that is less than three stages, for one.
+    deep as shared memory allows for two CTAs on an SM, or, where that is less than three stages, for one, at the worst
+    of half the warps.
     """
     m_tiles = 1
     while m_tiles * 16 < rows and 2 * m_tiles * max(head_dim, head_dim_v) <= 256:
@@ -82,13 +89,13 @@ def decode_config(
         leftpad=leftpad,
         arch=arch,
     )
-    for ctas in (2, 1):
+    for warps, ctas, least in ((4, 2, LEAST_STAGES), (4, 1, LEAST_STAGES), (4, 1, 2), (2, 1, 2)):
         limit = min(SMEM_PER_SM[arch] // ctas - _RESERVED, SMEM_LIMIT)
-        for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
-            chosen = dataclasses.replace(config, stages=stages)
+        for stages in range(MOST_STAGES, least - 1, -1):
+            chosen = dataclasses.replace(config, warps=warps, stages=stages)
             if chosen.smem_bytes <= limit:
                 return chosen
-    return dataclasses.replace(config, stages=2)
+    raise AssertionError("two warps with two stages fit in every architecture's shared memory")
 
 
 def ctas_per_sm(config: DecodeConfig) -> int:

@@ -386,6 +386,7 @@ class QuantizeConfig:
                 raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
 
 
+E4M3_ARCHS = ("sm_89", "sm_90a")  # with conversions from and to e4m3
 _DECODE_EXTRAS = ("softcap", "alibi", "sinks", "batch_idx", "leftpad")
 DECODE_KEYS = (
     16  # keys of a warp's step: the depth of one m16n8k16 product P V, and what whole pages are made of
@@ -506,8 +507,8 @@ class DecodeConfig:
         ):
             if value not in allowed:
                 raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
-        if self.cache == "e4m3" and self.arch == "sm_80":
-            raise ValueError("arch must have conversions from e4m3, as sm_89 and sm_90a have, got 'sm_80'")
+        if self.cache == "e4m3" and self.arch not in E4M3_ARCHS:
+            raise ValueError(f"arch must be one of {E4M3_ARCHS} for a cache of e4m3, got {self.arch!r}")
         if self.m_tiles * max(self.head_dim, self.head_dim_v) > 256:
             raise ValueError(
                 f"m_tiles * head_dim must be at most 256 for the registers, got {self.m_tiles} tiles"
@@ -561,8 +562,8 @@ class AppendConfig:
         ):
             if value not in allowed:
                 raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
-        if self.cache == "e4m3" and self.arch == "sm_80":
-            raise ValueError("arch must have conversions to e4m3, as sm_89 and sm_90a have, got 'sm_80'")
+        if self.cache == "e4m3" and self.arch not in E4M3_ARCHS:
+            raise ValueError(f"arch must be one of {E4M3_ARCHS} for a cache of e4m3, got {self.arch!r}")
         if self.rotate and self.cache != "e4m3":
             raise ValueError("rotate must be False with a 16-bit cache")
         if not (self.keys or self.queries):

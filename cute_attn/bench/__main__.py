@@ -347,13 +347,13 @@ class Run:
         """
         from cute_attn import compile as compiler
         from cute_attn.bench import cases, figures
-        from cute_attn.kernels.config import DecodeConfig, Fwd16Config
+        from cute_attn.kernels.config import FwdConfig, QuantizeConfig
 
         options = self.options
         configs = [
             config
             for config in compiler.configurations()
-            if not isinstance(config, (Fwd16Config, DecodeConfig))
+            if isinstance(config, (FwdConfig, QuantizeConfig))
             and {config.head_dim, config.head_dim_v} <= set(options.head_dim)
             and getattr(config, "pack_gqa", 1) == 1
         ]

@@ -4,8 +4,8 @@
     V    the cache's dtype
     Q    embedding and rotation as K, 1 / sqrt(block) of the transform, then its own dtype again
 
-The arithmetic of a row is that of `cute_attn.quantize`, step by step, with a row of a head as the group of a scale: what
-a row becomes does not depend on which rows came with it.
+The arithmetic of a row is that of `cute_attn.quantize`, step by step, with a row of a head as the group of a scale:
+what a row becomes does not depend on which rows came with it.
 
 Tensors, last stride 1, other strides free:
 
@@ -13,8 +13,8 @@ Tensors, last stride 1, other strides free:
     caches, block_table, scales: as in attend.py
     cos, sin (seqlen_ro, rotary_dim / 2), of the dtype of k; signs (head_dim,) float32
 
-Row i of K and V of a sequence goes to slot seqlens + i, and is embedded at that position; rows past the last slot are not
-stored. Row i of Q is at position seqlens + i * q_step.
+Row i of K and V of a sequence goes to slot seqlens + i, and is embedded at that position; rows past the last slot are
+not stored. Row i of Q is at position seqlens + i * q_step.
 
 A thread takes eight columns of a row, 16 bytes; the lanes of a row, a power of two of them, are neighbours in a warp.
 The CTAs of each tensor have a block index y of their own.
@@ -45,7 +45,7 @@ def lanes_of(columns: int) -> int:
 
 @cute.jit
 def row_address(t: cute.Tensor, at, column) -> Int64:
-    """Global address of (*at, column) of a tensor (a, b, c, columns), or of `at` of (a, b, c) with column 0, in 64 bits:
+    """Global address of (*at, column) of a tensor (a, b, c, columns), or of `at` of one (a, b, c), in 64 bits:
     caches are large."""
     offset = Int64(column)
     for i in cutlass.range_constexpr(3):
@@ -289,12 +289,17 @@ class Append:
 
     @cute.jit
     def prepare(
-        self, m_q: cute.Tensor, m_out: cute.Tensor, m_seqlens: cute.Tensor, m_cos, m_sin, m_signs, q_step: Int32
+        self,
+        m_q: cute.Tensor,
+        m_out: cute.Tensor,
+        m_seqlens: cute.Tensor,
+        m_cos,
+        m_sin,
+        m_signs,
+        q_step: Int32,
     ):
         at, stored, column = self.row_of(m_q, self.cfg.head_dim)
-        x = self.load(
-            m_q, at, column, self.cfg.head_dim, m_cos, m_sin, m_seqlens[at[0]] + at[1] * q_step
-        )
+        x = self.load(m_q, at, column, self.cfg.head_dim, m_cos, m_sin, m_seqlens[at[0]] + at[1] * q_step)
         if const_expr(self.cfg.rotate):
             self.rotate(x, m_signs, column)
             for i in cutlass.range_constexpr(WIDTH):
