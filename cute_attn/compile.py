@@ -55,8 +55,8 @@ KernelConfig = FwdConfig | Fwd16Config | QuantizeConfig | DecodeConfig | AppendC
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
 # Above -O1 the assembler moves the loads of the quantiser's loops up until it has to spill their counters, and puts
-# each shuffle next to its use.
-QUANTISER_OPTIONS = "--ptxas-options '-O1'"
+# each shuffle next to its use. In crowded decoding kernels it spills likewise.
+LESS_MOTION = "--ptxas-options '-O1'"
 
 
 def build(config: KernelConfig, options: str = "") -> Any:
@@ -101,6 +101,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
     if isinstance(config, DecodeConfig):
         entry, args = _decode_arguments(config, wide, scalars)
         arch = config.arch
+        options = f"{LESS_MOTION} {options}" if config.crowded else options
     elif isinstance(config, AppendConfig):
         entry, args = _append_arguments(config, wide, scalars)
         arch = config.arch
@@ -169,7 +170,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
                 angles,
                 cutlass.Int32(0),
             ]
-        options = f"{QUANTISER_OPTIONS} {options}"
+        options = f"{LESS_MOTION} {options}"
     return cute.compile(entry, *args, stream, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}")
 
 

@@ -478,6 +478,12 @@ class DecodeConfig:
         return self.m_tiles * max(self.head_dim, self.head_dim_v) > 128
 
     @property
+    def crowded(self) -> bool:
+        """Whether registers are short: then the assembler must not move loads up, for it spills what they displace."""
+        extras = self.row_ends or any(getattr(self, name) for name in _DECODE_EXTRAS)
+        return self.q_in_smem and extras
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA: its warps', and Q, or 16 bytes into which an odd row's last load reaches."""
         q = self.rows * 2 * (-(-self.head_dim // 16) * 16) if self.q_in_smem else 16

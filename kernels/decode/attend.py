@@ -208,11 +208,20 @@ class Decode:
             own = Int64(page) * strides[0] * size_x
             own = own + Int64((key0 + lane % DECODE_KEYS) % m_x.shape[1]) * row_bytes
         pieces = DECODE_KEYS * chunks
+        # Where the lanes take whole rows, each piece of a lane is as many rows behind the one before: addresses are not
+        # kept apart, for which there are no registers.
+        apart = 32 // chunks if 32 % chunks == 0 and cfg.paging != "token" else 0
+        source = base
+        if const_expr(apart > 0):
+            source = base + Int64(lane // chunks) * row_bytes + 16 * (lane % chunks)
         for i in cutlass.range_constexpr(-(-pieces // 32)):
             piece = 32 * i + lane
             row = piece // chunks
             column = piece - row * chunks
-            if const_expr(cfg.paging == "token"):
+            if const_expr(apart > 0):
+                if const_expr(i > 0):
+                    source = source + Int64(apart) * row_bytes
+            elif const_expr(cfg.paging == "token"):
                 source = base + cute.arch.shuffle_sync(own, row % DECODE_KEYS) + 16 * column
             else:
                 source = base + Int64(row) * row_bytes + 16 * column
@@ -415,17 +424,19 @@ class Decode:
         """Scales, softcap, ALiBi and mask of a step's scores, in place.
 
         k_scale  (2, 2): of this thread's two keys in either half of the step; e4m3
-        inputs   (factor (2, m_tiles), softcap_factor, slope (2, m_tiles), position (2, m_tiles) float32, first (2,
-                 m_tiles), end (2, m_tiles)): of the thread's rows; slopes in octaves
+        inputs   (factor (2, m_tiles), softcap_factor, scale, slope (2, m_tiles), position (2, m_tiles) int32, left,
+                 right): of the thread's rows; slopes in octaves
         """
         cfg = self.cfg
-        factor, softcap_factor, scale, slope, position, row_first, row_end = inputs
+        factor, softcap_factor, scale, slope, position, left, right = inputs
         column = key0 + 2 * (lane % 4)  # key of element 0; element i of half j is 8 j + i % 2 on
         for mt in cutlass.range_constexpr(cfg.m_tiles):
             for h in cutlass.range_constexpr(2):
                 first, end = keys_seen
                 if const_expr(cfg.row_ends):
-                    first, end = row_first[h, mt], row_end[h, mt]
+                    # Anew in each step: there are no registers to keep them.
+                    first = cutlass.max(first, position[h, mt] - left)
+                    end = cutlass.min(end, position[h, mt] + right + 1)
                 for j in cutlass.range_constexpr(2):
                     for e in cutlass.range_constexpr(2):
                         x = s[2 * h + e, j, mt]
@@ -442,7 +453,7 @@ class Decode:
                         elif const_expr(cfg.alibi):
                             x = x * factor[h, mt]
                         if const_expr(cfg.alibi):
-                            distance = (column + (8 * j + e)).to(Float32) - position[h, mt]
+                            distance = (column + (8 * j + e) - position[h, mt]).to(Float32)
                             x = x - slope[h, mt] * cute.arch.fmax(distance, -distance)
                         key = column + (8 * j + e)
                         s[2 * h + e, j, mt] = x if (key < end) & (key >= first) else -Float32.inf
@@ -805,8 +816,8 @@ class Decode:
 
         q_frag = cute.make_rmem_tensor((4, self.k_steps, cfg.m_tiles), Uint32)
         pair = (2, cfg.m_tiles)
-        unit_q, row_factor, slope, position = [cute.make_rmem_tensor(pair, Float32) for _ in range(4)]
-        row_first, row_end = [cute.make_rmem_tensor(pair, Int32) for _ in range(2)]
+        unit_q, row_factor, slope = [cute.make_rmem_tensor(pair, Float32) for _ in range(3)]
+        position = cute.make_rmem_tensor(pair, Int32)
         self.load_queries(m_q, b, head, row0, group, lane, q_frag, unit_q)
         q_place = base + cfg.warps * cfg.warp_bytes
         if const_expr(cfg.q_in_smem):
@@ -816,17 +827,13 @@ class Decode:
             for h in cutlass.range_constexpr(2):
                 row = row0 + 16 * mt + 8 * h + lane // 4
                 query = cutlass.min(row // group, seqlen_q - 1)
-                own = query + end - seqlen_q  # the query's own position
+                position[h, mt] = query + end - seqlen_q
                 row_factor[h, mt] = scale
                 if const_expr(self.fp8):
                     row_factor[h, mt] = unit_q[h, mt] if const_expr(cfg.softcap) else scale * unit_q[h, mt]
                 if const_expr(cfg.alibi):
                     slope[h, mt] = m_slopes[b, head * group + row % group] * Float32(LOG2_E)
-                    position[h, mt] = own.to(Float32)
-                if const_expr(cfg.row_ends):
-                    row_first[h, mt] = cutlass.max(first, own - left)
-                    row_end[h, mt] = cutlass.min(end, own + right + 1)
-        inputs = (row_factor, softcap_factor, scale, slope, position, row_first, row_end)
+        inputs = (row_factor, softcap_factor, scale, slope, position, left, right)
 
         maximum, total, rescale = [cute.make_rmem_tensor(pair, Float32) for _ in range(3)]
         maximum.fill(-Float32.inf)
@@ -844,31 +851,35 @@ class Decode:
 
         stage, ahead = Int32(0), Int32((cfg.stages - 1) * cfg.stage_bytes)
         for i in cutlass.range(count, unroll=1):
+            own = lane
+            if const_expr(cfg.q_in_smem):
+                # The same, of which the compiler knows nothing: what is computed from it is not kept over the loop.
+                own = cute.arch.shuffle_sync(lane, lane)
             cute.arch.cp_async_wait_group(cfg.stages - 2)
             # The warp: what its lanes have copied for this step is there, and all have done with the step before.
             cute.arch.sync_warp()
             if i + (cfg.stages - 1) < count:
                 key = key0 + (i + (cfg.stages - 1)) * cfg.tile_keys
                 self.fetch(
-                    m_k, m_v, m_k_scale, m_v_scale, sequence, head, key, page, keys_seen, ring + ahead, lane
+                    m_k, m_v, m_k_scale, m_v_scale, sequence, head, key, page, keys_seen, ring + ahead, own
                 )
-                page = self.page_of(m_table, keys_seen, key + cfg.tile_keys, page_size, b, lane)
+                page = self.page_of(m_table, keys_seen, key + cfg.tile_keys, page_size, b, own)
             cute.arch.cp_async_commit_group()  # empty at the end: keeps the number of groups in flight
             place = ring + stage
             place_v = place + DECODE_KEYS * cfg.k_pitch
             if const_expr(self.token_scales):
                 for j in cutlass.range_constexpr(2):
-                    at = place_v + DECODE_KEYS * cfg.v_pitch + 4 * (8 * j + 2 * (lane % 4))
+                    at = place_v + DECODE_KEYS * cfg.v_pitch + 4 * (8 * j + 2 * (own % 4))
                     for x, offset in ((k_scale, 0), (v_scale, 4 * DECODE_KEYS)):
                         source = cute.make_ptr(Float32, at + offset, cute.AddressSpace.smem, assumed_align=8)
                         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), x[None, j])
             s = cute.make_rmem_tensor((4, 2, cfg.m_tiles), Float32)
-            self.scores(q_frag, q_place, place, lane, s)
-            self.adjust(s, key0 + i * cfg.tile_keys, k_scale, inputs, keys_seen, lane)
+            self.scores(q_frag, q_place, place, own, s)
+            self.adjust(s, key0 + i * cfg.tile_keys, k_scale, inputs, keys_seen, own)
             self.softmax(s, row_factor, state, rescale)
             if const_expr(self.token_scales):
                 self.scale_p(s, v_scale, unit_o, rescale)
-            self.accumulate(s, rescale, place_v, lane, o)
+            self.accumulate(s, rescale, place_v, own, o)
             stage = stage + cfg.stage_bytes if stage < (cfg.stages - 1) * cfg.stage_bytes else Int32(0)
             ahead = ahead + cfg.stage_bytes if ahead < (cfg.stages - 1) * cfg.stage_bytes else Int32(0)
         cute.arch.cp_async_wait_group(0)
