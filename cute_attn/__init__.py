@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         flash_attn_kvpacked_func,
         flash_attn_qkvpacked_func,
     )
+    from cute_attn.kvcache import KVCache
     from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV
 
     __version__: str
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PRESETS",
     "Fp8Recipe",
+    "KVCache",
     "QuantizedQKV",
     "__version__",
     "append_kv",
@@ -47,6 +49,7 @@ __all__ = [
 _HOME: Final = {
     "PRESETS": "cute_attn.quantize",
     "Fp8Recipe": "cute_attn.quantize",
+    "KVCache": "cute_attn.kvcache",
     "QuantizedQKV": "cute_attn.quantize",
     "append_kv": "cute_attn.append",
     "decode_kernel": "cute_attn.decode",
