@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cute_attn import cache, plan, sass
+from cute_attn import cache, decode_plan, plan, sass
 from cute_attn.kernels.config import (
     HEAD_DIMS,
     AppendConfig,
@@ -305,8 +305,13 @@ def _load_or_build(config: KernelConfig) -> Callable[..., None]:
 
 
 def configurations() -> list[KernelConfig]:
-    """The kernels that every test run compiles and checks: samples, see `plan.all_forward_configs` and its like."""
-    return [*plan.all_forward_configs(), *plan.all_quantize_configs(), *plan.all_forward16_configs()]
+    """The kernels that every test run compiles and checks: samples, see `plan.all_forward_configs` and its likes."""
+    return [
+        *plan.all_forward_configs(),
+        *plan.all_quantize_configs(),
+        *plan.all_forward16_configs(),
+        *decode_plan.all_decode_configs(),
+    ]
 
 
 @dataclass(frozen=True)

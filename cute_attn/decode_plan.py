@@ -12,9 +12,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from cute_attn.kernels.config import DECODE_KEYS, REGISTERS_PER_SM, SMEM_LIMIT, DecodeConfig
+from cute_attn.kernels.config import DECODE_KEYS, REGISTERS_PER_SM, SMEM_LIMIT, AppendConfig, DecodeConfig
 
 SMEM_PER_SM: Final = {
     "sm_80": 164 << 10,
@@ -115,6 +115,34 @@ def shares(
     tiles = units * max(1, -(-capacity // config.tile_keys))
     ctas = min(sms * ctas_per_sm(config), tiles)
     return Shares(ctas, 0, LEAST_TILES, 2 * ctas)
+
+
+def all_decode_configs() -> list[DecodeConfig | AppendConfig]:
+    """A sample of the kernels for ahead-of-use compilation and tests: the common ones, and those short of registers."""
+    everything: dict[str, Any] = dict.fromkeys(("row_ends", "softcap", "alibi", "sinks", "leftpad"), True)
+    token: dict[str, Any] = {"cache": "e4m3", "scales": "token"}
+    attend = [
+        *(decode_config(d, d, "bf16", rows=8) for d in (64, 128, 256)),
+        decode_config(128, 128, "bf16", page_size=64, rows=8),
+        decode_config(40, 72, "fp16", page_size=1, rows=32, row_ends=True),
+        decode_config(64, 64, "bf16", rows=64, row_ends=True),
+        decode_config(128, 128, "fp16", rows=4, batch_idx=True, cache="e4m3", scales="head"),
+        decode_config(128, 128, "bf16", rows=8, **token),
+        decode_config(256, 256, "bf16", rows=8, page_size=1, **token, **everything),
+        decode_config(256, 256, "bf16", rows=8, page_size=16, **everything),
+        decode_config(192, 128, "bf16", rows=8),
+        decode_config(128, 128, "bf16", rows=8, arch="sm_80"),
+        decode_config(64, 64, "bf16", rows=8, arch="sm_89", **token),
+    ]
+    append = [
+        AppendConfig(128, 128, "bf16", paged=True),
+        AppendConfig(40, 72, "fp16", batch_idx=True, rotary="interleaved", queries=True),
+        AppendConfig(128, 128, "bf16", **token, paged=True, rotary="half", rotate=True, queries=True),
+        AppendConfig(256, 64, "bf16", cache="e4m3", scales="head", rotate=True, queries=True),
+        AppendConfig(96, 96, "bf16", cache="e4m3", scales="head", rotate=True, keys=False, queries=True),
+        AppendConfig(128, 128, "bf16", rotary="half", queries=True, arch="sm_80"),
+    ]
+    return [*attend, *append]
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import math
+import multiprocessing
+import os
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +19,7 @@ from torch import Tensor
 import cute_attn
 from cute_attn import decode_plan, flash_attn_with_kvcache
 from cute_attn.append import TENSORS, append_kv
+from cute_attn.compile import KernelFigures, inspect
 from cute_attn.decode_plan import Shares
 from cute_attn.kernels.config import SMEM_LIMIT, AppendConfig, DecodeConfig
 from cute_attn.quantize import Rotary, rotation_signs, walsh_hadamard
@@ -504,3 +509,39 @@ def test_names_tell_kernels_apart() -> None:
     ]
     assert len({replace(new, **change).name for change in changes}) == len(changes)
     assert TENSORS == ("k", "v", "rotary_cos", "rotary_sin", "rotation_signs")
+
+
+# -- machine code ---------------------------------------------------------------------------------------------
+
+SAMPLE = decode_plan.all_decode_configs()
+
+
+@pytest.fixture(scope="session")
+def figures() -> Iterator[Callable[[Any], KernelFigures]]:
+    """What the compiler made of a kernel; the first request compiles all, two at a time, in processes of their own."""
+    jobs: dict[Any, concurrent.futures.Future[KernelFigures]] = {}
+    pool = concurrent.futures.ProcessPoolExecutor(
+        min(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")
+    )
+
+    def result(config: DecodeConfig | AppendConfig) -> KernelFigures:
+        if not jobs:
+            jobs.update({each: pool.submit(inspect, each) for each in SAMPLE})
+        return jobs[config].result()
+
+    yield result
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("config", SAMPLE, ids=lambda config: config.name)
+def test_machine_code(config: DecodeConfig | AppendConfig, figures: Callable[[Any], KernelFigures]) -> None:
+    found = figures(config)
+    assert found.name == config.name
+    assert (found.stack_bytes, found.spill_store_bytes, found.spill_load_bytes) == (0, 0, 0)
+    assert found.counts["STG"] > 0 and found.registers <= 255
+    if isinstance(config, DecodeConfig):
+        assert found.smem_bytes == config.smem_bytes
+        # One pass over the keys of a step: a load of 16 rows of K or V for each two pieces of 16 bytes.
+        assert found.counts["LDSM"] == -(-config.k_chunks // 2) + -(-config.v_chunks // 2)
+    else:
+        assert found.counts["LDSM"] == 0

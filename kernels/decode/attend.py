@@ -852,7 +852,7 @@ class Decode:
         stage, ahead = Int32(0), Int32((cfg.stages - 1) * cfg.stage_bytes)
         for i in cutlass.range(count, unroll=1):
             own = lane
-            if const_expr(cfg.q_in_smem):
+            if const_expr(cfg.crowded):
                 # The same, of which the compiler knows nothing: what is computed from it is not kept over the loop.
                 own = cute.arch.shuffle_sync(lane, lane)
             cute.arch.cp_async_wait_group(cfg.stages - 2)
