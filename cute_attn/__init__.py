@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from cute_attn.api import explain, flash_attn_fp8_func, fp8_attention, fp8_attention_quantized, quantize
+    from cute_attn.append import append_kv
+    from cute_attn.decode import decode_kernel, flash_attn_with_kvcache
     from cute_attn.dispatch import AttentionLog, Support, is_supported
     from cute_attn.flash import (
         flash_attn_explain,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
     )
+    from cute_attn.kvcache import KVCache
     from cute_attn.policy import LayerPolicy
     from cute_attn.precompile import ModelShapes, model_shapes, warmup
     from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV
@@ -45,12 +48,15 @@ __all__ = [
     "PRESETS",
     "AttentionLog",
     "Fp8Recipe",
+    "KVCache",
     "LayerPolicy",
     "ModelShapes",
     "QuantizedQKV",
     "SdpaPlan",
     "Support",
     "__version__",
+    "append_kv",
+    "decode_kernel",
     "explain",
     "explain_sdpa",
     "flash_attn_explain",
@@ -63,6 +69,7 @@ __all__ = [
     "flash_attn_varlen_kernel",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "fp8_attention",
     "fp8_attention_quantized",
     "is_supported",
@@ -84,6 +91,9 @@ _HOME: Final = {
     "QuantizedQKV": "cute_attn.quantize",
     "SdpaPlan": "cute_attn.torch_sdpa",
     "Support": "cute_attn.dispatch",
+    "KVCache": "cute_attn.kvcache",
+    "append_kv": "cute_attn.append",
+    "decode_kernel": "cute_attn.decode",
     "explain": "cute_attn.api",
     "flash_attn_explain": "cute_attn.flash",
     "explain_sdpa": "cute_attn.torch_sdpa",
@@ -96,6 +106,7 @@ _HOME: Final = {
     "flash_attn_varlen_kernel": "cute_attn.flash_varlen",
     "flash_attn_varlen_kvpacked_func": "cute_attn.flash_varlen",
     "flash_attn_varlen_qkvpacked_func": "cute_attn.flash_varlen",
+    "flash_attn_with_kvcache": "cute_attn.decode",
     "fp8_attention": "cute_attn.api",
     "fp8_attention_quantized": "cute_attn.api",
     "is_supported": "cute_attn.dispatch",

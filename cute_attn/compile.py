@@ -32,12 +32,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cute_attn import cache, plan, sass
+from cute_attn import cache, decode_plan, plan, sass
 from cute_attn.dispatch import EXACT
 from cute_attn.kernels.config import (
     HEAD_DIMS,
     HEAD_DIMS_16BIT,
+    AppendConfig,
     Bwd16Config,
+    DecodeConfig,
     Fwd16Config,
     FwdConfig,
     QuantizeConfig,
@@ -57,12 +59,12 @@ __all__ = [
     "main",
 ]
 
-KernelConfig = FwdConfig | Fwd16Config | Bwd16Config | QuantizeConfig
+KernelConfig = FwdConfig | Fwd16Config | Bwd16Config | QuantizeConfig | DecodeConfig | AppendConfig
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
 # Above -O1 the assembler moves the loads of the quantiser's loops up until it has to spill their counters, and puts
-# each shuffle next to its use.
-QUANTISER_OPTIONS = "--ptxas-options '-O1'"
+# each shuffle next to its use. In crowded decoding kernels it spills likewise.
+LESS_MOTION = "--ptxas-options '-O1'"
 
 
 def build(config: KernelConfig, options: str = "") -> Any:
@@ -106,7 +108,15 @@ def build(config: KernelConfig, options: str = "") -> Any:
     address, layout = cutlass.Int64(0), tuple(cutlass.Int64(0) for _ in Layout._fields)
     entry: Any
     args: list[Any]
-    if isinstance(config, Fwd16Config):
+    arch = ARCH
+    if isinstance(config, DecodeConfig):
+        entry, args = _decode_arguments(config, wide, scalars)
+        arch = config.arch
+        options = f"{LESS_MOTION} {options}" if config.crowded else options
+    elif isinstance(config, AppendConfig):
+        entry, args = _append_arguments(config, wide, scalars)
+        arch = config.arch
+    elif isinstance(config, Fwd16Config):
         from cute_attn.kernels.sm90.fwd import Fwd16bitSm90, Fwd16bitVarlenSm90
 
         element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
@@ -220,8 +230,97 @@ def build(config: KernelConfig, options: str = "") -> Any:
                 angles,
                 cutlass.Int32(0),
             ]
-        options = f"{QUANTISER_OPTIONS} {options}"
-    return cute.compile(entry, *args, stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}")
+        options = f"{LESS_MOTION} {options}"
+    return cute.compile(entry, *args, stream, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}")
+
+
+def _decode_arguments(
+    config: DecodeConfig, wide: Callable[..., Any], scalars: Callable[..., Any]
+) -> tuple[Any, list[Any]]:
+    """Host entry of a decoding kernel, and what `build` compiles it with; `wide` and `scalars` are of `build`."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from cute_attn.kernels.decode.attend import ELEMENTS, Decode
+
+    element = ELEMENTS[config.dtype]
+    cached = cutlass.Float8E4M3FN if config.cache == "e4m3" else element
+    batch, seqlen_q, heads_q, heads_k, sequences, slots, blocks = (cute.sym_int32() for _ in range(7))
+    d, d_v = config.head_dim, config.head_dim_v
+
+    scales: Any = {"none": None, "head": (batch, heads_k), "token": (sequences, slots, heads_k)}[
+        config.scales
+    ]
+    paged = config.paging != "none"
+    args = [
+        wide(element, batch, seqlen_q, heads_q, d),
+        wide(cached, sequences, slots, heads_k, d),
+        wide(cached, sequences, slots, heads_k, d_v),
+        wide(element, batch, seqlen_q, heads_q, d_v),
+        scalars(batch, heads_q, seqlen_q),
+        _int32(batch),
+        _int32(batch) if config.batch_idx else None,
+        _int32(batch) if config.leftpad else None,
+        _int32(batch, blocks) if paged else None,
+        None if scales is None else scalars(*scales),
+        None if scales is None else scalars(*scales),
+        scalars(batch, heads_q) if config.alibi else None,
+        scalars(heads_q) if config.sinks else None,
+        cutlass.Int64(0),
+        cutlass.Int32(1),
+        cutlass.Float32(1.0),
+        cutlass.Float32(1.0),
+        *(cutlass.Int32(1) for _ in range(6)),
+    ]
+    return Decode(config), args
+
+
+def _append_arguments(
+    config: AppendConfig, wide: Callable[..., Any], scalars: Callable[..., Any]
+) -> tuple[Any, list[Any]]:
+    """Likewise of a kernel that appends."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from cute_attn.kernels.any.vectors import IN_TYPES
+    from cute_attn.kernels.decode.append import Append
+
+    element = IN_TYPES[config.in_dtype]
+    cached = cutlass.Float8E4M3FN if config.cache == "e4m3" else element
+    batch, seqlen_q, heads_q, heads_k, sequences, slots, blocks, new = (cute.sym_int32() for _ in range(8))
+    d, d_v = config.head_dim, config.head_dim_v
+    scales: Any = {"none": None, "head": (batch, heads_k), "token": (sequences, slots, heads_k)}[
+        config.scales
+    ]
+    keys, scaled = config.keys, config.keys and scales is not None
+    angles = wide(element, cute.sym_int32(), cute.sym_int32()) if config.rotary != "none" else None
+    args = [
+        wide(element, batch, seqlen_q, heads_q, d) if config.queries else None,
+        wide(element, batch, seqlen_q, heads_q, d) if config.queries else None,
+        wide(element, batch, new, heads_k, d) if keys else None,
+        wide(element, batch, new, heads_k, d_v) if keys else None,
+        wide(cached, sequences, slots, heads_k, d) if keys else None,
+        wide(cached, sequences, slots, heads_k, d_v) if keys else None,
+        _int32(batch),
+        _int32(batch) if config.batch_idx else None,
+        _int32(batch, blocks) if config.paged else None,
+        scalars(*scales) if scaled else None,
+        scalars(*scales) if scaled else None,
+        angles,
+        angles,
+        scalars(d) if config.rotate else None,
+        cutlass.Int32(1),
+    ]
+    return Append(config), args
+
+
+def _int32(*shape: Any) -> Any:
+    """A tensor of lengths, indices or pages: any strides."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    return make_fake_tensor(cutlass.Int32, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=4)
 
 
 _compiled: dict[KernelConfig, Callable[..., None]] = {}
@@ -266,8 +365,13 @@ def _load_or_build(config: KernelConfig) -> Callable[..., None]:
 
 
 def configurations() -> list[KernelConfig]:
-    """The kernels that every test run compiles and checks: samples, see `plan.all_forward_configs` and its like."""
-    return [*plan.all_forward_configs(), *plan.all_quantize_configs(), *plan.all_forward16_configs()]
+    """The kernels that every test run compiles and checks: samples, see `plan.all_forward_configs` and its likes."""
+    return [
+        *plan.all_forward_configs(),
+        *plan.all_quantize_configs(),
+        *plan.all_forward16_configs(),
+        *decode_plan.all_decode_configs(),
+    ]
 
 
 @dataclass(frozen=True)

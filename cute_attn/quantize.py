@@ -469,25 +469,43 @@ def check_rotary(
     """
     if type(rotary_interleaved) is not bool:
         raise TypeError(f"rotary_interleaved is {rotary_interleaved!r}; allowed: a bool")
-    if rotary_cos is None or rotary_sin is None:
-        if rotary_cos is not None or rotary_sin is not None:
-            given, missing = ("cos", "sin") if rotary_sin is None else ("sin", "cos")
-            raise ValueError(f"rotary_{given} is given and rotary_{missing} is None; allowed: both or none")
+    if rotary_cos is None and rotary_sin is None:
         if rotary_interleaved:
             raise ValueError(
                 "rotary_interleaved is True and rotary_cos is None; allowed: False without tables"
             )
         return None
-    seqlen_q, seqlen_k, head_dim = q.shape[1], k.shape[1], q.shape[3]
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    cos, sin = check_tables(q, seqlen_k, "the keys", rotary_cos, rotary_sin)
+    if seqlen_q > seqlen_k:
+        raise ValueError(
+            f"q has {seqlen_q} rows and k {seqlen_k}; allowed with rotary_cos: at most as many queries as keys, as the "
+            "last query is at the position of the last key"
+        )
+    return Rotary(cos, sin, rotary_interleaved)
+
+
+def check_tables(
+    q: Tensor, positions: int, what: str, rotary_cos: Tensor | None, rotary_sin: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of a rotary position embedding, checked: see `check_rotary`.
+
+    Args:
+        positions: how many the tables must have; `what` says in words what these are.
+    """
+    if rotary_cos is None or rotary_sin is None:
+        given, missing = ("cos", "sin") if rotary_sin is None else ("sin", "cos")
+        raise ValueError(f"rotary_{given} is given and rotary_{missing} is None; allowed: both or none")
+    head_dim = q.shape[3]
     for name, x in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; allowed: a torch.Tensor")
         if x.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}; allowed: {q.dtype}, as q")
-        if x.dim() != 2 or x.shape[0] < seqlen_k or x.shape[1] % 8 or not 8 <= x.shape[1] <= head_dim // 2:
+        if x.dim() != 2 or x.shape[0] < positions or x.shape[1] % 8 or not 8 <= x.shape[1] <= head_dim // 2:
             raise ValueError(
-                f"{name} is {tuple(x.shape)}; allowed: (seqlen_ro, rotary_dim / 2), seqlen_ro at least {seqlen_k} (the "
-                f"keys), rotary_dim a multiple of 16 from 16 to {head_dim // 16 * 16}"
+                f"{name} is {tuple(x.shape)}; allowed: (seqlen_ro, rotary_dim / 2), seqlen_ro at least {positions} "
+                f"({what}), rotary_dim a multiple of 16 from 16 to {head_dim // 16 * 16}"
             )
         if x.shape[1] != rotary_cos.shape[1]:
             raise ValueError(
@@ -497,12 +515,7 @@ def check_rotary(
             raise ValueError(f"{name} has strides {x.stride()}; allowed: a last stride of 1")
         if x.device != q.device:
             raise ValueError(f"{name} is on device {x.device}; allowed: {q.device}, that of q")
-    if seqlen_q > seqlen_k:
-        raise ValueError(
-            f"q has {seqlen_q} rows and k {seqlen_k}; allowed with rotary_cos: at most as many queries as keys, as the "
-            "last query is at the position of the last key"
-        )
-    return Rotary(rotary_cos, rotary_sin, rotary_interleaved)
+    return rotary_cos, rotary_sin
 
 
 def mean_key(k: Tensor, rotary: Rotary | None = None) -> Tensor:

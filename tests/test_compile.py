@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from cute_attn import cache, plan
+from cute_attn import cache, decode_plan, plan
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelFigures
 from cute_attn.kernels.config import HEAD_DIMS, HEAD_DIMS_16BIT, SMEM_LIMIT, FwdConfig, QuantizeConfig
@@ -98,6 +98,7 @@ def test_configurations_are_the_sample() -> None:
         *FORWARD,
         *QUANTISE,
         *plan.all_forward16_configs(),
+        *decode_plan.all_decode_configs(),
     }
 
 

@@ -7,9 +7,6 @@ poisoned before every launch: what the kernels do not write stays NaN.
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,7 +20,6 @@ from cute_attn import (
     launch,
     launch_backward,
 )
-from cute_attn.compile import compile_kernel
 from cute_attn.flash import masked_scores, reference
 from cute_attn.flash_backward import reference_backward
 from cute_attn.kernels.config import Bwd16Config, Fwd16Config
@@ -108,33 +104,6 @@ def more_kernels() -> list[Fwd16Config | Bwd16Config]:
                 for deterministic in (False, True)
             ]
     return found
-
-
-def compile_one(config: Fwd16Config | Bwd16Config) -> None:
-    """Compile into the disk cache. A kernel itself does not travel between processes."""
-    compile_kernel(config)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled(request: pytest.FixtureRequest) -> None:
-    """The kernels of the chosen tests, side by side. A failure is left to the test, which compiles it again."""
-    chosen = (
-        [item for item in request.session.items if item.path == request.path]
-        if hasattr(request, "path")
-        else []
-    )
-    chosen = chosen or request.session.items
-    wanted: list[Fwd16Config | Bwd16Config] = []
-    for item in chosen:
-        if "test_flash_bwd_gpu" not in item.nodeid:
-            continue
-        case = getattr(item, "callspec", None)
-        case = case.params.get("case") if case is not None else None
-        wanted += kernels_of(case) if case is not None else more_kernels()
-    workers = min(15, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(compile_one, config) for config in dict.fromkeys(wanted)]:
-            future.exception()
 
 
 class PoisonedTorch:

@@ -16,14 +16,14 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from ..common.floats import product_rn
-from ..config import QuantizeConfig
+from ..config import AppendConfig, QuantizeConfig
 from .vectors import IN_TYPES, address_in, row_offset, widen
 
 
 class Rotary:
-    """What the roles of Q and K and the sums of K have in common of it."""
+    """What all that embeds rows has in common of it."""
 
-    def __init__(self, cfg: QuantizeConfig):
+    def __init__(self, cfg: QuantizeConfig | AppendConfig):
         self.on = cfg.rotary != "none"
         self.half = cfg.rotary == "half"
         self.in_type = IN_TYPES[cfg.in_dtype]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Uint32
 
 
 @cute.jit
@@ -11,4 +11,20 @@ def product_rn(a: Float32, b: Float32) -> Float32:
     """a * b rounded by itself, not contracted into an FMA with what it is added to."""
     return cute.arch.inline_ptx(
         "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+@cute.jit
+def bf16_pair(low: Float32, high: Float32) -> Uint32:
+    """Two values, rounded to bf16, in a word."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
+    )
+
+
+@cute.jit
+def fp16_pair(low: Float32, high: Float32) -> Uint32:
+    """Likewise to fp16."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
     )

@@ -32,7 +32,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wg
 
-from ..common.floats import product_rn
+from ..common.floats import bf16_pair, fp16_pair, product_rn
 from ..common.mask import ROW_STEP, sees_keys
 from ..common.scores import subtract_distance, tanh_of
 from ..config import Fwd16Config
@@ -40,22 +40,6 @@ from .operands import ELEMENTS, column_major_atom, opaque_zero, row_max, rows
 
 LOG2_E = math.log2(math.e)
 HUGE = 2.0**15  # octaves: a row whose reference is beyond takes the slow path
-
-
-@cute.jit
-def bf16_pair(low: Float32, high: Float32) -> Uint32:
-    """Two values, rounded to bf16, in a word."""
-    return cute.arch.inline_ptx(
-        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
-    )
-
-
-@cute.jit
-def fp16_pair(low: Float32, high: Float32) -> Uint32:
-    """Likewise to fp16."""
-    return cute.arch.inline_ptx(
-        "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
-    )
 
 
 class Policy16bit:

@@ -1,0 +1,227 @@
+"""Problem -> kernel and shares of work, for attention against a KV cache: pure functions of plain data.
+
+How work is shared out. The lengths of sequences stand on the device and change under a CUDA graph, so the host fixes
+only the number of CTAs: as many as the GPU holds at once, or fewer where a full cache has fewer tiles of keys. Each
+CTA takes the same number of tiles, from the lengths that it reads (kernels/decode/split.py); `pieces` and `parts` below
+are the same in Python. With `num_splits` > 0 each unit instead is split into so many shares, by its own length alone:
+then results of a sequence do not depend on the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cute_attn.kernels.config import DECODE_KEYS, REGISTERS_PER_SM, SMEM_LIMIT, AppendConfig, DecodeConfig
+
+SMEM_PER_SM: Final = {
+    "sm_80": 164 << 10,
+    "sm_86": 100 << 10,
+    "sm_87": 164 << 10,
+    "sm_89": 100 << 10,
+    "sm_90a": 228 << 10,
+}
+_RESERVED: Final = 1024  # bytes of shared memory that the system takes for each CTA
+MOST_STAGES: Final = 8
+LEAST_STAGES: Final = 3  # two in flight while one is computed on
+LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining kernel than it saves
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How a launch shares out its work.
+
+    Attributes:
+        ctas: CTAs of the grid.
+        splits: shares of each unit; 0: work is balanced over all CTAs.
+        least: tiles of a CTA at least, where balanced.
+        slots: of the workspace, for parts of rows.
+    """
+
+    ctas: int
+    splits: int
+    least: int
+    slots: int
+
+
+def decode_config(
+    head_dim: int,
+    head_dim_v: int,
+    dtype: str,
+    *,
+    cache: str = "16bit",
+    scales: str = "none",
+    page_size: int | None = None,
+    rows: int = 1,
+    row_ends: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+    sinks: bool = False,
+    batch_idx: bool = False,
+    leftpad: bool = False,
+    arch: str = "sm_90a",
+) -> DecodeConfig:
+    """The kernel for `rows` packed rows (queries times heads of a group) and pages of `page_size` slots, None without.
+
+    As many tiles of 16 rows as there are, up to what O may take of the registers: 256 columns in all. The ring is as
+    deep as shared memory allows for two CTAs on an SM, or, where that is less than three stages, for one, at the worst
+    of half the warps.
+    """
+    m_tiles = 1
+    while m_tiles * 16 < rows and 2 * m_tiles * max(head_dim, head_dim_v) <= 256:
+        m_tiles *= 2
+    paging = "none" if page_size is None else "token" if page_size % DECODE_KEYS else "block"
+    config = DecodeConfig(
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype,
+        cache=cache,
+        scales=scales,
+        paging=paging,
+        m_tiles=m_tiles,
+        row_ends=row_ends,
+        softcap=softcap,
+        alibi=alibi,
+        sinks=sinks,
+        batch_idx=batch_idx,
+        leftpad=leftpad,
+        arch=arch,
+    )
+    for warps, ctas, least in ((4, 2, LEAST_STAGES), (4, 1, LEAST_STAGES), (4, 1, 2), (2, 1, 2)):
+        limit = min(SMEM_PER_SM[arch] // ctas - _RESERVED, SMEM_LIMIT)
+        for stages in range(MOST_STAGES, least - 1, -1):
+            chosen = dataclasses.replace(config, warps=warps, stages=stages)
+            if chosen.smem_bytes <= limit:
+                return chosen
+    raise AssertionError("two warps with two stages fit in every architecture's shared memory")
+
+
+def ctas_per_sm(config: DecodeConfig) -> int:
+    """CTAs that an SM holds, if each thread has all registers that it can have."""
+    by_registers = REGISTERS_PER_SM // (256 * config.threads)
+    return max(1, min(by_registers, SMEM_PER_SM[config.arch] // (config.smem_bytes + _RESERVED)))
+
+
+def shares(
+    config: DecodeConfig, batch: int, heads_k: int, rows: int, capacity: int, num_splits: int, sms: int
+) -> Shares:
+    """How to share out `batch` sequences of up to `capacity` keys with `rows` packed rows for each key head."""
+    units = batch * heads_k * -(-rows // config.rows)
+    if num_splits:
+        ctas = units * num_splits
+        return Shares(ctas, num_splits, 1, ctas if num_splits > 1 else 0)
+    tiles = units * max(1, -(-capacity // config.tile_keys))
+    ctas = min(sms * ctas_per_sm(config), tiles)
+    return Shares(ctas, 0, LEAST_TILES, 2 * ctas)
+
+
+def all_decode_configs() -> list[DecodeConfig | AppendConfig]:
+    """A sample of the kernels for ahead-of-use compilation and tests: the common ones, and those short of registers."""
+    everything: dict[str, Any] = dict.fromkeys(("row_ends", "softcap", "alibi", "sinks", "leftpad"), True)
+    token: dict[str, Any] = {"cache": "e4m3", "scales": "token"}
+    attend = [
+        *(decode_config(d, d, "bf16", rows=8) for d in (64, 128, 256)),
+        decode_config(128, 128, "bf16", page_size=64, rows=8),
+        decode_config(40, 72, "fp16", page_size=1, rows=32, row_ends=True),
+        decode_config(64, 64, "bf16", rows=64, row_ends=True),
+        decode_config(128, 128, "fp16", rows=4, batch_idx=True, cache="e4m3", scales="head"),
+        decode_config(128, 128, "bf16", rows=8, **token),
+        decode_config(256, 256, "bf16", rows=8, page_size=1, **token, **everything),
+        decode_config(256, 256, "bf16", rows=8, page_size=16, **everything),
+        decode_config(192, 128, "bf16", rows=8),
+        decode_config(128, 128, "bf16", rows=8, arch="sm_80"),
+        decode_config(64, 64, "bf16", rows=8, arch="sm_89", **token),
+    ]
+    append = [
+        AppendConfig(128, 128, "bf16", paged=True),
+        AppendConfig(40, 72, "fp16", batch_idx=True, rotary="interleaved", queries=True),
+        AppendConfig(128, 128, "bf16", **token, paged=True, rotary="half", rotate=True, queries=True),
+        AppendConfig(256, 64, "bf16", cache="e4m3", scales="head", rotate=True, queries=True),
+        AppendConfig(96, 96, "bf16", cache="e4m3", scales="head", rotate=True, keys=False, queries=True),
+        AppendConfig(128, 128, "bf16", rotary="half", queries=True, arch="sm_80"),
+    ]
+    return [*attend, *append]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The device's numbering, in Python
+# ------------------------------------------------------------------------------------------------------------
+
+
+def share_start(total: int, parts: int, index: int) -> int:
+    """First item of share `index` when `parts` share `total` items."""
+    each, more = divmod(total, parts)
+    return index * each + min(index, more)
+
+
+def share_of(total: int, parts: int, item: int) -> int:
+    """The share that holds an item."""
+    each, more = divmod(total, parts)
+    longer = more * (each + 1)
+    return item // (each + 1) if item < longer else more + (item - longer) // max(each, 1)
+
+
+def tiles_of(config: DecodeConfig, first: int, end: int) -> int:
+    """Tiles of each unit of a sequence whose queries see slots `first` to `end` - 1."""
+    keys = config.tile_keys
+    return max(-(-end // keys) - first // keys, 1)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tiles `tile` to tile + count - 1 of a unit of sequence `batch`, for one CTA. slot: -1 where that is all of it."""
+
+    cta: int
+    batch: int
+    unit: int
+    tile: int
+    count: int
+    slot: int
+
+
+def pieces(plan: Shares, tiles: Sequence[int], units: int) -> list[Piece]:
+    """What each CTA does; tiles: of a unit, for each sequence; units: of a sequence."""
+    found = []
+    total = sum(tiles) * units
+    sharers = max(min(plan.ctas, total // plan.least), 1)
+    for cta in range(plan.ctas):
+        b = start = pos = end = 0
+        if plan.splits == 0:
+            if cta < sharers:
+                pos, end = share_start(total, sharers, cta), share_start(total, sharers, cta + 1)
+                while start + tiles[b] * units <= pos:
+                    start += tiles[b] * units
+                    b += 1
+        else:
+            unit, split = divmod(cta, plan.splits)
+            b, unit = divmod(unit, units)
+            pos = unit * tiles[b] + share_start(tiles[b], plan.splits, split)
+            end = unit * tiles[b] + share_start(tiles[b], plan.splits, split + 1)
+        slot = cta
+        while pos < end:
+            unit, tile = divmod(pos - start, tiles[b])
+            count = min(tiles[b] - tile, end - pos)
+            found.append(Piece(cta, b, unit, tile, count, -1 if count == tiles[b] else slot))
+            pos += count
+            slot = cta + plan.ctas
+            if pos == start + tiles[b] * units:
+                start = pos
+                b += 1
+    return found
+
+
+def parts(plan: Shares, tiles: Sequence[int], units: int, batch: int, unit: int) -> list[int]:
+    """Slots whose parts the combining kernel adds up for a unit; none where it leaves the unit alone."""
+    if plan.splits:
+        first = (batch * units + unit) * plan.splits
+        count, later = min(plan.splits, tiles[batch]), 0
+    else:
+        total = sum(tiles) * units
+        sharers = max(min(plan.ctas, total // plan.least), 1)
+        at = sum(tiles[:batch]) * units + unit * tiles[batch]
+        first = share_of(total, sharers, at)
+        count = share_of(total, sharers, at + tiles[batch] - 1) - first + 1
+        later = plan.ctas if share_start(total, sharers, first) < at else 0
+    return [first + i + (later if i == 0 else 0) for i in range(count)] if count > 1 else []

@@ -1,0 +1,184 @@
+"""What all calls on a KV cache have in common: checks of the cache and of where its sequences lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from cute_attn import validate
+from cute_attn.kernels.config import E4M3_ARCHS, HEAD_DIMS_16BIT
+from cute_attn.problem import device_capability
+
+BACKENDS: Final = ("auto", "sm90", "reference")
+ARCHS: Final = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_87", (8, 9): "sm_89", (9, 0): "sm_90a"}
+E4M3: Final = torch.float8_e4m3fn
+
+INDICES: Final = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table")
+SCALES: Final = ("k_descale", "v_descale")
+
+
+def target(backend: object, name: str, x: Tensor, cached: torch.dtype) -> str | None:
+    """Architecture of the kernels for a backend and tensor `x`, called `name`; None for the reference.
+
+    Raises:
+        ValueError: an unknown backend, no GPU that kernels exist for, or one without conversions of the cache's dtype.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
+    if backend == "reference":
+        return None
+    capability = device_capability(x.device)
+    arch = None if capability is None else ARCHS.get(capability)
+    if arch is None or (backend == "sm90" and arch != "sm_90a"):
+        where = f"device {x.device}"
+        if capability is not None:
+            where += f", a GPU of compute capability {capability[0]}.{capability[1]}"
+        allowed = "9.0" if backend == "sm90" else ", ".join(f"{a}.{b}" for a, b in ARCHS)
+        raise ValueError(
+            f"{name} is on {where}; allowed: a GPU of compute capability {allowed}, or backend='reference'"
+        )
+    if cached == E4M3 and arch not in E4M3_ARCHS:
+        raise ValueError(
+            f"k_cache has dtype {cached} and {name} is on {x.device}, a GPU without conversions of it; allowed: "
+            "compute capability 8.9 or 9.0, or a 16-bit cache"
+        )
+    return arch
+
+
+def check_caches(name: str, x: object, k_cache: object, v_cache: object) -> None:
+    """Refuse a cache that the 16-bit tensor `x`, called `name`, cannot go with.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not allowed.
+        ValueError: rank, device, layout, strides or shapes that are not allowed.
+    """
+    validate._check_tensor(name, x, validate.IN_DTYPES)
+    for each, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        validate._check_tensor(each, cache, (*validate.IN_DTYPES, E4M3))
+    assert isinstance(x, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
+    for each, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.device != x.device:
+            raise ValueError(f"{each} is on device {cache.device}; allowed: that of {name}, {x.device}")
+        if cache.dtype not in (x.dtype, E4M3):
+            raise TypeError(f"{each} has dtype {cache.dtype}; allowed: that of {name}, {x.dtype}, or {E4M3}")
+    if v_cache.dtype != k_cache.dtype:
+        raise TypeError(f"v_cache has dtype {v_cache.dtype}; allowed: that of k_cache, {k_cache.dtype}")
+    if k_cache.shape[3] != x.shape[3]:
+        raise ValueError(f"head_dim of k_cache is {k_cache.shape[3]}; allowed: that of {name}, {x.shape[3]}")
+    step = 16 if k_cache.dtype == E4M3 else 8
+    for each, dim in ((name, x.shape[3]), ("v_cache", v_cache.shape[3])):
+        if dim not in HEAD_DIMS_16BIT or dim % step:
+            raise ValueError(f"head_dim of {each} is {dim}; allowed: multiples of {step} from 32 to 256")
+    for i, what in ((0, "first size"), (1, "second size"), (2, "heads")):
+        if v_cache.shape[i] != k_cache.shape[i]:
+            raise ValueError(
+                f"{what} of v_cache is {v_cache.shape[i]}; allowed: that of k_cache, {k_cache.shape[i]}"
+            )
+    if k_cache.shape[1] < 1:
+        raise ValueError(f"second size of k_cache is {k_cache.shape[1]}; allowed: at least 1")
+    for each, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        size = cache.element_size()
+        strides = [stride * size for stride, n in zip(cache.stride()[:3], cache.shape, strict=False) if n > 1]
+        if cache.data_ptr() % 16 or any(stride % 16 for stride in strides):
+            raise ValueError(
+                f"{each} has strides {cache.stride()} and address {cache.data_ptr():#x}; allowed: multiples of 16 "
+                "bytes, as the kernel uses the cache where it is"
+            )
+
+
+def check_places(name: str, x: Tensor, k_cache: Tensor, side: Mapping[str, Tensor | None]) -> int:
+    """Refuse lengths, indices, pages and scales (`INDICES`, `SCALES`) that do not fit `x`, called `name`, and a cache.
+
+    Returns:
+        slots of a sequence.
+
+    Raises:
+        TypeError, ValueError: as `flash_attn_with_kvcache`.
+    """
+    batch = x.shape[0]
+    sequences, slots, heads_k, _ = k_cache.shape
+    table = side["block_table"]
+    for each in INDICES:
+        t = side.get(each)
+        if t is None:
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{each} is a {type(t).__name__}; allowed: an int32 torch.Tensor or None")
+        if t.dtype != torch.int32:
+            raise TypeError(f"{each} has dtype {t.dtype}; allowed: torch.int32")
+        if t.device != x.device:
+            raise ValueError(f"{each} is on device {t.device}; allowed: that of {name}, {x.device}")
+        if each == "block_table":
+            if t.dim() != 2 or t.shape[0] != batch or t.shape[1] < 1:
+                raise ValueError(
+                    f"block_table has shape {tuple(t.shape)}; allowed: (batch, blocks), batch {batch}"
+                )
+        elif tuple(t.shape) != (batch,):
+            raise ValueError(f"{each} has shape {tuple(t.shape)}; allowed: (batch,) = ({batch},)")
+    if table is not None and side["cache_batch_idx"] is not None:
+        raise ValueError("cache_batch_idx is given with a block_table; allowed: one of them")
+    if table is None and side["cache_batch_idx"] is None and sequences != batch:
+        raise ValueError(
+            f"batch of k_cache is {sequences}; allowed: that of {name}, {batch}, without cache_batch_idx or "
+            "block_table"
+        )
+    shapes = ((batch, heads_k), (sequences, slots, heads_k))
+    for each in SCALES:
+        t = side[each]
+        if k_cache.dtype != E4M3:
+            if t is not None:
+                raise ValueError(f"{each} is given with a cache of {k_cache.dtype}; allowed: with {E4M3}")
+            continue
+        if not isinstance(t, Tensor):
+            what = "None" if t is None else f"a {type(t).__name__}"
+            raise TypeError(f"{each} is {what}; allowed with a cache of {E4M3}: a float32 torch.Tensor")
+        if t.dtype != torch.float32:
+            raise TypeError(f"{each} has dtype {t.dtype}; allowed: torch.float32")
+        if tuple(t.shape) not in shapes:
+            raise ValueError(f"{each} has shape {tuple(t.shape)}; allowed: {shapes[0]} or {shapes[1]}")
+        if t.device != x.device:
+            raise ValueError(f"{each} is on device {t.device}; allowed: that of {name}, {x.device}")
+    k_descale, v_descale = (side[each] for each in SCALES)
+    if k_descale is not None and v_descale is not None and v_descale.shape != k_descale.shape:
+        raise ValueError(
+            f"v_descale has shape {tuple(v_descale.shape)}; allowed: that of k_descale, {tuple(k_descale.shape)}"
+        )
+    return slots if table is None else slots * table.shape[1]
+
+
+def check_length(length: object, capacity: int, seqlen_new: int | None = None) -> int:
+    """cache_seqlens where it is no tensor: an int, or None for all slots, of which there are `capacity`.
+
+    Args:
+        seqlen_new: tokens that are appended; None without.
+
+    Raises:
+        TypeError, ValueError: as `flash_attn_with_kvcache`.
+    """
+    if length is None and seqlen_new is None:
+        return capacity
+    if isinstance(length, bool) or not isinstance(length, int):
+        allowed = "an int32 torch.Tensor or an int" + ("" if seqlen_new is not None else ", or None")
+        what = "None" if length is None else f"a {type(length).__name__}"
+        raise TypeError(f"cache_seqlens is {what}; allowed: {allowed}")
+    most = capacity - (seqlen_new or 0)
+    if not 0 <= length <= most:
+        behind = "" if not seqlen_new else f" without the {seqlen_new} of k"
+        raise ValueError(f"cache_seqlens is {length}; allowed: 0 to the slots of a sequence{behind}, {most}")
+    return length
+
+
+def lengths_of(length: int, batch: int, device: torch.device) -> Tensor:
+    """(batch,) int32: `length` for each sequence."""
+    return torch.full((batch,), length, dtype=torch.int32, device=device)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy where its address or strides are no multiples of 16 bytes."""
+    step = 16 // x.element_size()
+    if x.data_ptr() % 16 or any(stride % step for stride in x.stride()[:-1]):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

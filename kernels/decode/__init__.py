@@ -1,0 +1,1 @@
+"""Few queries against a KV cache, on any architecture from sm_80 on."""

@@ -1,0 +1,217 @@
+"""Adds up what CTAs left of rows whose keys they shared (see split.py), and the end of a row that both kernels have."""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+
+from ..common.floats import bf16_pair, fp16_pair
+from ..config import DecodeConfig
+from .split import Splits, share_of, share_start
+
+LOG2_E = math.log2(math.e)
+WARPS = 4  # of a CTA, a row each
+
+
+@cute.jit
+def finish(
+    cfg: cutlass.Constexpr,
+    m_out: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
+    m_lse: cute.Tensor,  # (batch, heads_q, seqlen_q)
+    m_sinks,
+    b: Int32,
+    head: Int32,
+    row: Int32,  # packed, of the sequence
+    group: Int32,
+    column: Int32,
+    top: Float32,
+    total: Float32,
+    o: cute.Tensor,  # (4,) float32: columns from `column` on
+    factor: Float32,
+):
+    """O over the sum, and lse: of four columns. top is the largest score, in units of which `factor` makes octaves."""
+    query = row // group
+    head_q = head * group + row - query * group
+    reference = (Float32(0.0) if top == -Float32.inf else top) * factor
+    share = Float32(1.0)
+    if const_expr(cfg.sinks):
+        sink = m_sinks[head_q] * Float32(LOG2_E)
+        own = -Float32.inf if top == -Float32.inf else reference
+        largest = cute.arch.fmax(own, sink, nan=True)
+        largest = Float32(0.0) if largest == -Float32.inf else largest  # a sink of -inf takes no share
+        share = cute.math.exp2(own - largest, fastmath=True)
+        total = total * share + cute.math.exp2(sink - largest, fastmath=True)
+        reference = largest
+    inverse = Float32(0.0) if total == Float32(0.0) else share * cute.arch.rcp_approx(total)
+    pair = bf16_pair if const_expr(cfg.dtype == "bf16") else fp16_pair
+    words = cute.make_rmem_tensor(2, Uint32)
+    for i in cutlass.range_constexpr(2):
+        words[i] = pair(o[2 * i] * inverse, o[2 * i + 1] * inverse)
+    target = cute.domain_offset((b, query, head_q, column), m_out).iterator.toint()
+    target = cute.make_ptr(Uint32, target, cute.AddressSpace.gmem, assumed_align=8)
+    cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(2)))
+    if column == 0:
+        m_lse[b, head_q, query] = (reference + cute.math.log2(total, fastmath=True)) * Float32(math.log(2.0))
+
+
+class Combine:
+    """A warp for each packed row: the weighted sum of the row's parts, where it has several."""
+
+    def __init__(self, cfg: DecodeConfig):
+        self.cfg = cfg
+        self.splits = Splits(cfg)
+        self.vectors = -(-cfg.head_dim_v // 128)  # of a lane, four columns each
+        self.pdl = cfg.arch == "sm_90a"
+
+    @cute.jit
+    def launch(
+        self,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        sinks,
+        partial_ml: cute.Tensor,
+        partial_o: cute.Tensor,
+        lengths,
+        shares,
+        factor: Float32,
+        heads_k: Int32,
+        stream,
+    ):
+        rows = out.shape[0] * out.shape[1] * out.shape[2]
+        self.kernel(out, lse, sinks, partial_ml, partial_o, lengths, shares, factor, heads_k).launch(
+            grid=[cute.ceil_div(rows, WARPS), 1, 1], block=[32 * WARPS, 1, 1], stream=stream, use_pdl=self.pdl
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        m_out: cute.Tensor,
+        m_lse: cute.Tensor,
+        m_sinks,
+        m_ml: cute.Tensor,  # (slots, rows, 2)
+        m_o: cute.Tensor,  # (slots, rows, head_dim_v)
+        lengths,
+        shares,
+        factor: Float32,
+        heads_k: Int32,
+    ):
+        cfg = self.cfg
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        lane = tid % 32
+        index = cute.arch.make_warp_uniform(cta * WARPS + tid // 32)
+        ctas, splits, least = shares
+        group = m_out.shape[2] // heads_k
+        packed = m_out.shape[1] * group  # rows of a key head
+        m_blocks = (packed + (cfg.rows - 1)) // cfg.rows
+        units = heads_k * m_blocks
+        if index < m_out.shape[0] * heads_k * packed:
+            b = index // (heads_k * packed)
+            head = index // packed - b * heads_k
+            row = index - (b * heads_k + head) * packed
+            unit = head * m_blocks + row // cfg.rows
+            place = row % cfg.rows
+            tiles = self.splits.tiles_of(lengths, b)
+            slot, count, later = Int32(0), Int32(0), Int32(0)
+            if splits == 0:
+                total, before = self.splits.tiles_before(lengths, b, units)
+                sharers = self.splits.sharers(total, ctas, least)
+                first = before + unit * tiles
+                slot = share_of(total, sharers, first)
+                count = share_of(total, sharers, first + tiles - 1) - slot + 1
+                # The first of the CTAs may have begun with an earlier unit: then its part is in its other slot.
+                later = ctas if share_start(total, sharers, slot) < first else Int32(0)
+            else:
+                slot = (b * units + unit) * splits
+                count = cutlass.min(splits, tiles)
+            if const_expr(self.pdl):
+                cute.arch.griddepcontrol_wait()  # for the end of the splitting grid, of which the slots are
+            if count > 1:
+                self.add_up(
+                    m_out,
+                    m_lse,
+                    m_sinks,
+                    m_ml,
+                    m_o,
+                    b,
+                    head,
+                    row,
+                    group,
+                    place,
+                    slot,
+                    count,
+                    later,
+                    factor,
+                    lane,
+                )
+
+    @cute.jit
+    def add_up(
+        self,
+        m_out: cute.Tensor,
+        m_lse: cute.Tensor,
+        m_sinks,
+        m_ml: cute.Tensor,
+        m_o: cute.Tensor,
+        b: Int32,
+        head: Int32,
+        row: Int32,
+        group: Int32,
+        place: Int32,  # of the row in its slots
+        slot: Int32,  # of the first part; others follow
+        count: Int32,
+        later: Int32,  # what the first part's slot is further on
+        factor: Float32,
+        lane: Int32,
+    ):
+        top = -Float32.inf
+        for i in cutlass.range(lane, count, 32, unroll=1):
+            top = cute.arch.fmax(top, m_ml[slot + i + (later if i == 0 else 0), place, 0])
+        for step in cutlass.range_constexpr(5):
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << step))
+        finite = Float32(0.0) if top == -Float32.inf else top
+        total = Float32(0.0)
+        o = cute.make_rmem_tensor((4, self.vectors), Float32)
+        o.fill(0.0)
+        for i0 in cutlass.range(0, count, 32, unroll=1):
+            i = i0 + lane
+            weight = Float32(0.0)
+            if i < count:
+                part = slot + i + (later if i == 0 else 0)
+                weight = cute.math.exp2((m_ml[part, place, 0] - finite) * factor, fastmath=True)
+                total += weight * m_ml[part, place, 1]
+            for j in cutlass.range(cutlass.min(count - i0, 32), unroll=4):
+                part = slot + i0 + j + (later if i0 + j == 0 else 0)
+                w = cute.arch.shuffle_sync(weight, j)
+                for v in cutlass.range_constexpr(self.vectors):
+                    column = 4 * (32 * v + lane)
+                    if column < self.cfg.head_dim_v:
+                        piece = cute.make_rmem_tensor(4, Float32)
+                        source = cute.domain_offset((part, place, column), m_o).iterator.toint()
+                        source = cute.make_ptr(Float32, source, cute.AddressSpace.gmem, assumed_align=16)
+                        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), piece)
+                        for e in cutlass.range_constexpr(4):
+                            o[e, v] = o[e, v] + w * piece[e]
+        for step in cutlass.range_constexpr(5):
+            total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+        for v in cutlass.range_constexpr(self.vectors):
+            column = 4 * (32 * v + lane)
+            if column < self.cfg.head_dim_v:
+                finish(
+                    self.cfg,
+                    m_out,
+                    m_lse,
+                    m_sinks,
+                    b,
+                    head,
+                    row,
+                    group,
+                    column,
+                    top,
+                    total,
+                    o[None, v],
+                    factor,
+                )

@@ -1,0 +1,113 @@
+"""Which keys a CTA takes: work in tiles of keys, shared out evenly by the lengths that stand on the device.
+
+A *unit* is a block of packed query rows of one key head of one sequence. It has a tile for each `tile_keys` keys from
+the first that any query sees to the last, at least one, so that every unit is visited and its output written. Tiles of
+all units are numbered in a row: those of a unit are neighbours, so are the units of a sequence.
+
+*Balanced* (splits == 0): of `total` tiles each CTA takes an equal share, whatever unit they are of. A CTA so has
+*pieces*: the end of one unit, whole units, the start of another one. *Fixed* (splits > 0): CTA i takes share
+i % splits of unit i // splits.
+
+A piece that is a whole unit becomes output at once. Any other leaves O, maximum and sum of its rows in a slot, for the
+combining kernel (combine.py): slot i for the first piece of CTA i, ctas + i for another one, which is its last.
+
+cute_attn/decode_plan.py has the same in Python.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from ..config import DecodeConfig
+
+
+@cute.jit
+def share_start(total: Int32, parts: Int32, index: Int32) -> Int32:
+    """First item of share `index` when `parts` share `total` items: the first `total % parts` get one more."""
+    each = total // parts
+    return index * each + cutlass.min(index, total - each * parts)
+
+
+@cute.jit
+def share_of(total: Int32, parts: Int32, item: Int32) -> Int32:
+    """The share that holds an item; inverse of `share_start`."""
+    each = total // parts
+    longer = (total - each * parts) * (each + 1)  # items of the shares that have one more
+    return (
+        item // (each + 1)
+        if item < longer
+        else total - each * parts + (item - longer) // cutlass.max(each, 1)
+    )
+
+
+class Splits:
+    """The numbering for one configuration. `lengths` is (m_seqlens, m_leftpad, batch, seqlen_new, capacity, seqlen_q,
+    left): cache lengths (batch,), first slots (batch,) or None, tokens that this call has appended to each sequence,
+    slots of a sequence, queries, keys before its own position that a query sees."""
+
+    def __init__(self, cfg: DecodeConfig):
+        self.cfg = cfg
+
+    @cute.jit
+    def key_range(self, lengths, b: Int32):
+        """Slots of a sequence that any of its queries sees: (first, end). end is the length of the sequence."""
+        m_seqlens, m_leftpad, _, seqlen_new, capacity, seqlen_q, left = lengths
+        end = cutlass.max(cutlass.min(m_seqlens[b] + seqlen_new, capacity), 0)
+        first = cutlass.max(end - seqlen_q - left, 0)
+        if const_expr(m_leftpad is not None):
+            first = cutlass.max(first, m_leftpad[b])
+        return first, end
+
+    @cute.jit
+    def tiles_of(self, lengths, b: Int32) -> Int32:
+        """Tiles of each unit of a sequence."""
+        first, end = self.key_range(lengths, b)
+        keys = self.cfg.tile_keys
+        return cutlass.max((end + (keys - 1)) // keys - first // keys, 1)
+
+    @cute.jit
+    def tiles_before(self, lengths, b: Int32, units: Int32):
+        """(tiles of all units, tiles of the units of sequences before b), for all lanes of the warp."""
+        batch = lengths[2]
+        total, before = Int32(0), Int32(0)
+        for i in cutlass.range(cute.arch.lane_idx(), batch, 32):
+            tiles = self.tiles_of(lengths, i)
+            total += tiles
+            before += tiles if i < b else 0
+        for step in cutlass.range_constexpr(5):
+            total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+            before += cute.arch.shuffle_sync_bfly(before, offset=1 << step)
+        return total * units, before * units
+
+    @cute.jit
+    def locate(self, lengths, item: Int32, units: Int32):
+        """(sequence, its first tile) of a tile, for all lanes of the warp, which is whole."""
+        batch = lengths[2]
+        lane = cute.arch.lane_idx()
+        b, start, before = Int32(0), Int32(0), Int32(0)
+        for chunk in cutlass.range((batch + 31) // 32, unroll=1):
+            i = chunk * 32 + lane
+            tiles = Int32(0)
+            if i < batch:
+                tiles = self.tiles_of(lengths, i) * units
+            ends = tiles
+            for step in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync(ends, cutlass.max(lane - (1 << step), 0))
+                ends += other if lane >= 1 << step else 0
+            ends += before
+            passed = cute.arch.popc(cute.arch.vote_ballot_sync((i < batch) & (ends <= item)))
+            last = cute.arch.shuffle_sync(ends, 31)
+            if (item >= before) & (item < last):
+                b = chunk * 32 + passed
+                start = before
+            own = cute.arch.shuffle_sync(ends, cutlass.max(passed - 1, 0))
+            start = own if (item >= before) & (item < last) & (passed > 0) else start
+            before = last
+        return b, start
+
+    @cute.jit
+    def sharers(self, total: Int32, ctas: Int32, least: Int32) -> Int32:
+        """CTAs that take part where work is balanced: each shall have `least` tiles."""
+        return cutlass.max(cutlass.min(ctas, total // least), 1)

@@ -1,0 +1,433 @@
+"""Attention against a KV cache on a GPU, against float64, and appending, against the reference bit for bit.
+
+Slots that no query sees hold NaN, table entries of their pages nonsense, and outputs are poisoned before every launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_attn import append, append_kv, decode, flash_attn_with_kvcache
+from cute_attn.append import append_reference, queries_reference
+from cute_attn.decode import reference
+from cute_attn.decode_plan import decode_config
+from cute_attn.kernels.config import AppendConfig, DecodeConfig
+from cute_attn.quantize import rotation_signs
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+NAMES = {BF16: "bf16", FP16: "fp16"}
+NO_PAGE = 1 << 30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: sizes, form of the cache, and options that go to it."""
+
+    name: str
+    lengths: tuple[int, ...] = (1000, 0, 517)
+    seqlen_q: int = 1
+    heads: tuple[int, int] = (8, 2)
+    dims: tuple[int, int] = (128, 128)
+    slots: int = 1000
+    page_size: int | None = None
+    scales: str = "none"
+    dtype: torch.dtype = BF16
+    batch_idx: bool = False
+    leftpad: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    magnitudes: tuple[float, float] = (1.0, 1.0)  # of q and v
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        left, right = self.options.get("window_size", (-1, -1))
+        return left, 0 if self.options.get("causal") else right
+
+    def config(self) -> DecodeConfig:
+        return decode_config(
+            *self.dims,
+            NAMES[self.dtype],
+            cache="16bit" if self.scales == "none" else "e4m3",
+            scales=self.scales,
+            page_size=self.page_size,
+            rows=self.seqlen_q * self.heads[0] // self.heads[1],
+            row_ends=self.seqlen_q > 1 and self.window != (-1, -1),
+            softcap=self.options.get("softcap", 0.0) > 0.0,
+            alibi=self.alibi,
+            sinks=self.sinks,
+            batch_idx=self.batch_idx,
+            leftpad=self.leftpad,
+        )
+
+    def first_seen(self, b: int, pad: int) -> int:
+        left = self.window[0]
+        return max(pad, self.lengths[b] - self.seqlen_q - left if left >= 0 else 0)
+
+    def make(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """q, caches and keyword arguments, with NaN wherever nothing may be read."""
+        batch, (heads_q, heads_k) = len(self.lengths), self.heads
+        q = (torch.randn(batch, self.seqlen_q, heads_q, self.dims[0], device=DEVICE) * self.magnitudes[0]).to(
+            self.dtype
+        )
+        options = dict(self.options)
+        options["cache_seqlens"] = torch.tensor(self.lengths, device=DEVICE, dtype=torch.int32)
+        if self.alibi:
+            options["alibi_slopes"] = torch.rand(batch, heads_q, device=DEVICE) * 0.1
+        if self.sinks:
+            options["sinks"] = torch.randn(heads_q, device=DEVICE)
+        order, sequences = list(range(batch)), batch
+        if self.batch_idx:
+            sequences = batch + 3
+            order = torch.randperm(sequences)[:batch].tolist()
+            options["cache_batch_idx"] = torch.tensor(order, device=DEVICE, dtype=torch.int32)
+        pads = [0] * batch
+        if self.leftpad:
+            pads = [min(5 + 13 * b, n) for b, n in enumerate(self.lengths)]
+            options["cache_leftpad"] = torch.tensor(pads, device=DEVICE, dtype=torch.int32)
+        caches, scales = [], []
+        for dim, mean, size in ((self.dims[0], 0.0, 1.0), (self.dims[1], 0.5, self.magnitudes[1])):
+            x = (torch.randn(sequences, self.slots, heads_k, dim, device=DEVICE) + mean) * size
+            if self.scales == "none":
+                caches.append(x.to(self.dtype))
+                continue
+            scale = x.abs().amax(dim=3 if self.scales == "token" else (1, 3)) / 448
+            spread = scale if self.scales == "token" else scale.unsqueeze(1)
+            caches.append((x / spread.unsqueeze(-1)).to(E4M3))
+            scales.append(scale)
+        tokens = self.scales == "token"
+        for b, place in enumerate(order):
+            for x in [*caches, *(scales if tokens else [])]:
+                poison(x[place, self.lengths[b] :])
+                poison(x[place, : self.first_seen(b, pads[b])])
+        if self.page_size is not None:
+            size, blocks = self.page_size, -(-self.slots // self.page_size)
+            pages = batch * blocks + 5
+            used = torch.randperm(pages, device=DEVICE)[: batch * blocks]
+            table = used.view(batch, blocks).int()
+            for group in [caches, scales] if tokens else [caches]:
+                group[:] = [paged(x, used, pages, size, blocks) for x in group]
+            for b in range(batch):
+                table[b, -(-self.lengths[b] // size) :] = NO_PAGE
+                table[b, : self.first_seen(b, pads[b]) // size] = NO_PAGE
+            options["block_table"] = table
+        if scales:
+            if self.scales == "head" and self.batch_idx:
+                scales = [x[order] for x in scales]
+            options["k_descale"], options["v_descale"] = scales
+        return q, *caches, options
+
+
+def poison(x: Tensor) -> None:
+    """NaN into a view of a cache or of scales."""
+    if x.dtype == E4M3:
+        x.view(torch.uint8).fill_(0x7F)
+    else:
+        x.fill_(math.nan)
+
+
+def paged(x: Tensor, used: Tensor, pages: int, size: int, blocks: int) -> Tensor:
+    """Sequences of a cache, or of scales, in pages; what is none of theirs is NaN."""
+    raw = x.view(torch.uint8) if x.dtype == E4M3 else x
+    empty = 0x7F if x.dtype == E4M3 else math.nan
+    whole = torch.full((x.shape[0], blocks * size, *x.shape[2:]), empty, device=DEVICE, dtype=raw.dtype)
+    whole[:, : x.shape[1]] = raw
+    out = torch.full((pages, size, *x.shape[2:]), empty, device=DEVICE, dtype=raw.dtype)
+    out[used] = whole.view(-1, size, *x.shape[2:])
+    return out.view(x.dtype)
+
+
+CAUSAL = {"causal": True}
+CASES = [
+    Case("plain"),
+    Case("group_of_8", heads=(64, 8)),
+    Case("one_key", (1,)),
+    Case("17_keys", (17,)),
+    Case("64_and_65", (64, 65)),
+    Case("fp16", dtype=FP16),
+    *(Case(f"{n}_splits", options={"num_splits": n}) for n in (1, 3)),
+    Case("7_splits_of_long", (5000, 3), slots=5000, options={"num_splits": 7}),
+    Case("long", (70000, 33), slots=70000),
+    Case("many", tuple(i * 37 % 301 for i in range(70)), slots=300),
+    Case("mha", heads=(4, 4)),
+    Case("4_queries", seqlen_q=4),
+    Case("4_queries_causal", seqlen_q=4, options=CAUSAL),
+    Case("16_queries_causal", seqlen_q=16, heads=(16, 2), options=CAUSAL),
+    Case("200_queries_causal", seqlen_q=200, options=CAUSAL),
+    Case("16_queries_window", seqlen_q=16, options={"window_size": (100, 3)}),
+    *(
+        Case(f"dims_{d}_{v}", seqlen_q=2, dims=(d, v), options=CAUSAL)
+        for d, v in ((64, 64), (256, 256), (40, 72), (96, 96), (192, 128), (32, 256), (248, 48))
+    ),
+    *(Case(f"pages_of_{n}", page_size=n, slots=1024) for n in (1, 16, 24, 48, 64, 128, 256)),
+    Case("pages_causal", seqlen_q=3, page_size=16, options=CAUSAL),
+    Case("pages_window", page_size=16, options={"window_size": (50, 0)}),
+    Case("pages_of_1_window", seqlen_q=3, page_size=1, options={"window_size": (50, 0)}),
+    Case("softcap", options={"softcap": 5.0}),
+    Case("alibi", alibi=True),
+    Case("sinks", sinks=True),
+    Case("sinks_split", sinks=True, options={"num_splits": 4}),
+    Case("window", options={"window_size": (70, 0)}),
+    Case("batch_idx", batch_idx=True),
+    Case("leftpad", leftpad=True),
+    Case("negative_scale", options={"softmax_scale": -0.1}),
+    Case("zero_scale", options={"softmax_scale": 0.0}),
+    Case("all_together", seqlen_q=3, alibi=True, sinks=True, options={"softcap": 3.0, "causal": True}),
+    *(Case(f"e4m3_{scales}", scales=scales) for scales in ("head", "token")),
+    Case("e4m3_head_batch_idx", scales="head", batch_idx=True),
+    Case("e4m3_pages_of_64", scales="token", page_size=64),
+    Case("e4m3_pages_of_1", scales="token", page_size=1),
+    *(Case(f"e4m3_dims_{d}_{v}", scales="token", dims=(d, v)) for d, v in ((64, 64), (256, 256), (48, 80))),
+    Case("e4m3_5_queries_causal", seqlen_q=5, scales="token", options=CAUSAL),
+    Case("e4m3_fp16", scales="head", dtype=FP16),
+    Case("e4m3_softcap_alibi", scales="token", alibi=True, options={"softcap": 4.0}),
+    Case("e4m3_tiny_values", scales="token", magnitudes=(1.0, 1e-6)),
+    Case("e4m3_huge_queries", scales="token", magnitudes=(1e6, 1.0), options={"softmax_scale": 1e-7}),
+    Case("e4m3_long", (40000, 100), slots=40000, scales="token"),
+]
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """An append: form of the cache and what is done to the tokens."""
+
+    name: str
+    dims: tuple[int, int] = (128, 128)
+    seqlen_new: int = 1
+    scales: str = "none"
+    page_size: int | None = None
+    batch_idx: bool = False
+    rotary: str = "none"
+    rotary_dim: int = 64
+    rotate: bool = False
+    dtype: torch.dtype = BF16
+
+    def config(self) -> AppendConfig:
+        """Of a call with queries."""
+        return AppendConfig(
+            *self.dims,
+            in_dtype=NAMES[self.dtype],
+            cache="16bit" if self.scales == "none" else "e4m3",
+            scales=self.scales,
+            paged=self.page_size is not None,
+            rotary=self.rotary,
+            rotate=self.rotate,
+            batch_idx=self.batch_idx,
+            queries=self.rotary != "none" or self.rotate,
+        )
+
+
+NEW = [
+    NewTokens("plain"),
+    NewTokens("many", seqlen_new=333, dims=(64, 256)),
+    NewTokens("paged", page_size=16, seqlen_new=5),
+    NewTokens("pages_of_1", page_size=1, seqlen_new=5),
+    NewTokens("batch_idx", batch_idx=True, dims=(40, 72), rotary="half", rotary_dim=32),
+    NewTokens("half", rotary="half", rotary_dim=128, seqlen_new=4),
+    NewTokens("interleaved", rotary="interleaved", seqlen_new=4, dtype=FP16),
+    NewTokens("e4m3_token", scales="token", seqlen_new=4),
+    NewTokens("e4m3_head", scales="head", seqlen_new=4, dims=(256, 64)),
+    *(
+        NewTokens(f"e4m3_rotated_{d}", scales="token", rotate=True, dims=(d, d), seqlen_new=3)
+        for d in (48, 64, 96, 128, 256)
+    ),
+    NewTokens("e4m3_all", scales="token", rotate=True, rotary="half", page_size=16, seqlen_new=7),
+    NewTokens("e4m3_head_all", scales="head", rotate=True, rotary="interleaved", page_size=16, dtype=FP16),
+]
+GRAPH = Case("graph", slots=4000, heads=(16, 2))
+
+
+def attending(new: NewTokens) -> Case:
+    """The attention of the same call."""
+    return Case(
+        new.name,
+        seqlen_q=3,
+        heads=(4, 2),
+        dims=new.dims,
+        page_size=new.page_size,
+        scales=new.scales,
+        dtype=new.dtype,
+        batch_idx=new.batch_idx,
+        options=CAUSAL,
+    )
+
+
+class PoisonedTorch:
+    """torch, but what `empty` returns holds NaN."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *args: Any, **options: Any) -> Tensor:
+        return torch.empty(*args, **options).fill_(math.nan)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(decode, "torch", PoisonedTorch())
+    monkeypatch.setattr(append, "torch", PoisonedTorch())
+    yield
+    torch.cuda.synchronize()
+
+
+def check(got: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, case: Case, **options: Any) -> None:
+    """`got` (out, lse) against float64. P is rounded to 16 bits and so is O: half a step of the largest output each."""
+    options.setdefault("softmax_scale", 1.0 / math.sqrt(q.shape[3]))
+    for name in ("causal", "num_splits", "window_size"):
+        options.pop(name, None)
+    exact, exact_lse = reference(q.double(), k, v, window=case.window, dtype=torch.float64, **options)
+    out, lse = got
+    bound = 1.5 * torch.finfo(q.dtype).eps * exact.abs().max().item()
+    error = (out.double() - exact).abs()
+    wrong = ~(error <= bound)
+    assert not wrong.any(), f"{int(wrong.sum())} wrong, first {wrong.nonzero()[0].tolist()}, {error.max()}"
+    empty = exact_lse == -math.inf
+    assert torch.equal(lse == -math.inf, empty)
+    assert torch.allclose(lse[~empty].double(), exact_lse[~empty], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_against_float64(case: Case) -> None:
+    q, k, v, options = case.make()
+    got = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
+    check(got, q, k, v, case, **options)
+
+
+@pytest.mark.parametrize("case", [GRAPH], ids=["graph"])
+def test_graph_with_other_lengths(case: Case) -> None:
+    """One capture serves all lengths, tables and contents, and equals a call to the bit."""
+    q, k, v, _ = case.make()
+    k.normal_()
+    v.normal_()
+    lengths = torch.tensor([5, 5, 5], dtype=torch.int32, device=DEVICE)
+    flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, return_softmax_lse=True)
+    for values in ([1, 500, 4000], [0, 0, 0], [4000, 3999, 64], [2, 0, 700]):
+        lengths.copy_(torch.tensor(values))
+        q.normal_()
+        graph.replay()
+        check(captured, q, k, v, case, cache_seqlens=lengths)
+        assert torch.equal(captured[0], flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths))
+
+
+@pytest.mark.parametrize("case", [Case("wide_rows", (100, 100, 4000), slots=4096)], ids=["wide_rows"])
+def test_offsets_past_32_bits(case: Case) -> None:
+    q, _, _, _ = case.make()
+    k = torch.empty(3, 4096, 2, 128 * 700, device=DEVICE, dtype=BF16)[..., :128].normal_()
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
+    got = flash_attn_with_kvcache(q, k, k, cache_seqlens=lengths, return_softmax_lse=True)
+    check(got, q, k, k, case, cache_seqlens=lengths)
+
+
+def raw(x: Tensor) -> Tensor:
+    """Bits, so that NaN equals NaN."""
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+@pytest.mark.parametrize("new", NEW, ids=lambda new: new.name)
+def test_append(new: NewTokens) -> None:
+    """The caches and scales bit for bit as the reference leaves them; the attention of the call against float64."""
+    case = attending(new)
+    q, k_cache, v_cache, options = case.make()
+    lengths = options["cache_seqlens"]
+    lengths.copy_(torch.tensor([700, 0, 517]))
+    lengths[0] = case.slots - new.seqlen_new  # to the very last slot
+    if new.page_size is not None:
+        pages = k_cache.shape[0]
+        table = options["block_table"]
+        table.copy_(torch.randperm(pages, device=DEVICE)[: table.numel()].view_as(table))
+    for x in (k_cache, v_cache):  # what the sequences hold already
+        x.copy_(torch.randn(x.shape, device=DEVICE).to(x.dtype))
+    if new.scales != "none":
+        for name in ("k_descale", "v_descale"):
+            options[name].uniform_(0.01, 0.02)
+    batch, heads_k = len(case.lengths), case.heads[1]
+    k, v = (torch.randn(batch, new.seqlen_new, heads_k, d, device=DEVICE).to(new.dtype) * 3 for d in new.dims)
+    k[1, 0, 0] = 0.0
+    if new.scales == "token":
+        v[2, 0, 1, 3] = math.inf
+    tokens: dict[str, Any] = dict.fromkeys(append.TENSORS) | {"k": k, "v": v}
+    if new.rotary != "none":
+        angles = torch.rand(case.slots + 30, new.rotary_dim // 2, device=DEVICE) * 6
+        tokens |= {"rotary_cos": angles.cos().to(new.dtype), "rotary_sin": angles.sin().to(new.dtype)}
+    if new.rotate:
+        tokens["rotation_signs"] = rotation_signs(new.dims[0], 3, DEVICE)
+    interleaved = new.rotary == "interleaved"
+    side = {name: options.get(name) for name in ("cache_seqlens", "cache_batch_idx", "block_table")}
+    copies = {name: options[name].clone() if name in options else None for name in ("k_descale", "v_descale")}
+    caches = k_cache.clone(), v_cache.clone()
+    append_reference(*caches, tokens, side | copies, interleaved)
+    turned = q
+    if new.rotary != "none" or new.rotate:
+        turned = queries_reference(q, tokens, lengths, interleaved, 1)
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, rotary_interleaved=interleaved, return_softmax_lse=True, **tokens, **options
+    )
+    pairs = [(k_cache, caches[0]), (v_cache, caches[1])]
+    pairs += [(options[name], x) for name, x in copies.items() if x is not None]
+    for i, (got, want) in enumerate(pairs):
+        wrong = (raw(got) != raw(want)).nonzero()
+        assert not len(wrong), f"tensor {i}: {len(wrong)} wrong, first {wrong[0].tolist()}"
+    if new.scales == "token":
+        assert bool(out[2, -1, 2:].isnan().all())
+        out, turned = out[:2], turned[:2]
+        lse, options = (
+            lse[:2],
+            {name: x[:2] if isinstance(x, Tensor) and x.shape[0] == 3 else x for name, x in options.items()},
+        )
+        if new.page_size is None:
+            k_cache, v_cache = k_cache[:2], v_cache[:2]
+    options["cache_seqlens"] = options["cache_seqlens"] + new.seqlen_new
+    check((out, lse), turned, k_cache, v_cache, case, **options)
+
+
+@pytest.mark.parametrize("new", [NEW[-2]], ids=["e4m3_all"])
+def test_token_by_token_equals_all_at_once(new: NewTokens) -> None:
+    cos, sin = (torch.randn(640, 32, device=DEVICE).to(BF16) for _ in range(2))
+    k, v = (torch.randn(2, 601, 2, 128, device=DEVICE).to(BF16) for _ in range(2))
+    results = []
+    for step in (601, 1):
+        caches = [torch.zeros(80, 16, 2, 128, device=DEVICE).to(E4M3) for _ in range(2)]
+        scales = [torch.zeros(80, 16, 2, device=DEVICE) for _ in range(2)]
+        for i in range(0, 601, step):
+            append_kv(
+                k[:, i : i + step],
+                v[:, i : i + step],
+                *caches,
+                cache_seqlens=torch.tensor([i, i + 30], dtype=torch.int32, device=DEVICE),
+                block_table=torch.arange(80, device=DEVICE).flip(0).view(2, 40).int(),
+                rotary_cos=cos,
+                rotary_sin=sin,
+                rotary_interleaved=False,
+                rotation_signs=rotation_signs(128, 0, DEVICE),
+                k_descale=scales[0],
+                v_descale=scales[1],
+            )
+        results.append([*caches, *scales])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(raw(one), raw(other))
+
+
+def test_append_past_2_to_the_31() -> None:
+    """Sequences 2^30 elements apart: only the slots of the new tokens change."""
+    room = torch.zeros(5 << 30, dtype=FP16, device=DEVICE)
+    cache = room.as_strided((5, 4096, 32, 128), (1 << 30, 4096, 128, 1))
+    new = torch.ones(4, 3, 32, 128, dtype=FP16, device=DEVICE)
+    index = torch.tensor([1, 2, 3, 4], dtype=torch.int32, device=DEVICE)
+    out = flash_attn_with_kvcache(
+        torch.zeros_like(new), cache, cache, new, new, cache_seqlens=0, cache_batch_idx=index, causal=True
+    )
+    assert bool((out == 1.0).all()) and bool((cache[1:, :3] == 1.0).all())
+    assert int(room.count_nonzero()) == new.numel()
