@@ -70,9 +70,10 @@ def fp8_attention_varlen(
         backend: as in `fp8_attention`; the emulator takes the sequences in turn, and waits for their lengths.
 
     Returns:
-        out (total_q, heads_q, head_dim_v) of `out_dtype`; with `return_lse` also lse (heads_q, total_q) float32, natural
-        log. A row that sees no key has out 0, and lse -inf or its sink. Rows before the first sequence and behind the
-        last are not written. A NaN or infinity makes NaN what depends on its scale group, in its sequence alone.
+        out (total_q, heads_q, head_dim_v) of `out_dtype`; with `return_lse` also lse (heads_q, total_q) float32,
+        natural log. A row that sees no key has out 0, and lse -inf or its sink. Rows before the first sequence and
+        behind the last are not written. A NaN or infinity makes NaN what depends on its scale group, in its sequence
+        alone.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
@@ -83,8 +84,10 @@ def fp8_attention_varlen(
     _check_max("max_seqlen_q", max_seqlen_q)
     _check_max("max_seqlen_k", max_seqlen_k)
     validate.check_forward_only(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
-    ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    found = _plan(q, k, v, ends, recipe, causal, window_size, softcap, alibi_slopes, sinks, backend, out_dtype)
+    ends: dict[str, Tensor | None] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    found = _plan(
+        q, k, v, ends, recipe, causal, window_size, softcap, alibi_slopes, sinks, backend, out_dtype
+    )
     scale = validate.check_softmax_scale(softmax_scale, q.shape[2])
     slopes = None if alibi_slopes is None else alibi_slopes.expand(found.batch, q.shape[1])
     if found.backend == "sm90" and not found.is_empty:
@@ -122,8 +125,10 @@ def fp8_attention_varlen_kernel(
     Raises:
         TypeError, ValueError, NotImplementedError: as `fp8_attention_varlen`.
     """
-    ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    found = _plan(q, k, v, ends, recipe, causal, window_size, softcap, alibi_slopes, sinks, backend, out_dtype)
+    ends: dict[str, Tensor | None] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    found = _plan(
+        q, k, v, ends, recipe, causal, window_size, softcap, alibi_slopes, sinks, backend, out_dtype
+    )
     if found.is_empty:
         return "none"
     return found.config.name if found.backend == "sm90" else f"emulator({found.config.name})"
@@ -218,7 +223,9 @@ def _choose(
                 "scales of tokens and blocks"
             )
     (total_q, heads_q, head_dim), (total_k, heads_k, head_dim_v) = shape_q, shape_v
-    left, right = cutting_ends(features.window, total_q, total_k)  # as if of one sequence: the others are shorter
+    left, right = cutting_ends(
+        features.window, total_q, total_k
+    )  # as if of one sequence: the others are shorter
     causal = (left, right) == (-1, 0)
     window = not causal and (left, right) != (-1, -1)
     seqlen_q, seqlen_k = (-(-total // max(batch, 1)) for total in (total_q, total_k))

@@ -91,7 +91,9 @@ class VarlenAttention:
         self._layout_object = launch._shape_object(self.layout)
         self._quantise, self._forward = compile_kernel(quantize_config), compile_kernel(config)
         rotates = quantize_config.rotate
-        self._signs = launch._signs(quantize_config.head_dim, recipe.rotation_seed, device) if rotates else None
+        self._signs = (
+            launch._signs(quantize_config.head_dim, recipe.rotation_seed, device) if rotates else None
+        )
         new = functools.partial(torch.empty, device=device)
         self._new_workspace = functools.partial(new, self._places.size, dtype=torch.uint8)
         shape_out = (self.total_q, self.heads_q, config.head_dim_v)
@@ -104,7 +106,11 @@ class VarlenAttention:
         softcap = features.softcap
         in_turn = launch._BYTES_IN_TURN // (config.head_dim + config.head_dim_v)
         self._factors = (scale, (softcap or scale) * LOG2_E, launch._sms(device), in_turn)
-        window = launch._window_ends(features.window, self.total_q, self.total_k) if config.window else (None, None)
+        window = (
+            launch._window_ends(features.window, self.total_q, self.total_k)
+            if config.window
+            else (None, None)
+        )
         self._ends = (2.0 * LOG2_E * scale / softcap if softcap else None, *window)
 
     def _check_limits(self) -> None:

@@ -44,7 +44,9 @@ def _tensor(element, address: Int64, shape: tuple, strides: tuple, align: int) -
 class _Operands:
     """The parts that the quantiser writes and the forward kernel reads, by a `Layout` of run-time integers."""
 
-    def __init__(self, cfg: FwdConfig | QuantizeConfig, base: Int64, layout, batch, seqlen_q, heads_q, slots=None):
+    def __init__(
+        self, cfg: FwdConfig | QuantizeConfig, base: Int64, layout, batch, seqlen_q, heads_q, slots=None
+    ):
         at = Layout(*layout)
         seqlen_k, heads_k = Int32(at.seqlen_k), Int32(at.heads_k)
         stored = seqlen_k
