@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cute_attn import plan, validate
 from cute_attn.api import _warn_emulator
+from cute_attn.flash import _signature
 from cute_attn.flash_varlen import _check_lengths, _check_max
 from cute_attn.kernels.config import FwdConfig, QuantizeConfig
 from cute_attn.problem import Features, cutting_ends, device_capability
@@ -81,18 +82,44 @@ def fp8_attention_varlen(
         NotImplementedError: the recipe has scales of a whole tensor or head, or grad mode is on and an input requires
             grad.
     """
-    _check_max("max_seqlen_q", max_seqlen_q)
-    _check_max("max_seqlen_k", max_seqlen_k)
-    validate.check_forward_only(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
     ends: dict[str, Tensor | None] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    found = _plan(
-        q, k, v, ends, recipe, causal, window_size, softcap, alibi_slopes, sinks, backend, out_dtype
+    side: dict[str, Tensor | None] = {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    asked = (
+        recipe,
+        causal,
+        window_size,
+        softcap,
+        softmax_scale,
+        backend,
+        out_dtype,
+        max_seqlen_q,
+        max_seqlen_k,
     )
-    scale = validate.check_softmax_scale(softmax_scale, q.shape[2])
-    slopes = None if alibi_slopes is None else alibi_slopes.expand(found.batch, q.shape[1])
-    if found.backend == "sm90" and not found.is_empty:
-        call = _prepare(found, q.shape, k.shape, scale, q.device)
+    try:
+        given = (q, k, v, *ends.values(), *side.values())
+        tensors = [None if x is None else _signature(x) for x in given]
+        # True equals 1 and is not allowed for it
+        key: tuple[object, ...] = (*tensors, *asked, *map(type, (*asked, *window_size)))
+        call = _calls.get(key)
+    except (AttributeError, RuntimeError, TypeError):
+        key, call = (), None  # not a dense tensor, or unhashable: the checks below name the argument
+    found, scale = None, 0.0
+    if call is None:
+        _check_max("max_seqlen_q", max_seqlen_q)
+        _check_max("max_seqlen_k", max_seqlen_k)
+        found = _plan(
+            q, k, v, ends, recipe, causal, window_size, softcap, alibi_slopes, sinks, backend, out_dtype
+        )
+        scale = validate.check_softmax_scale(softmax_scale, q.shape[2])
+        if found.backend == "sm90" and not found.is_empty:
+            call = _prepare(found, q.shape, k.shape, scale, q.device)
+            if key:
+                _remember(key, call)
+    validate.check_forward_only(q=q, k=k, v=v, **side)
+    slopes = None if alibi_slopes is None else alibi_slopes.expand(len(cu_seqlens_q) - 1, q.shape[1])
+    if call is not None:
         return call(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse, slopes, sinks)
+    assert found is not None
     if backend == "auto" and not found.is_empty:
         _warn_emulator(found.reason, stacklevel=3)
     out, lse = _emulate(q, k, v, cu_seqlens_q, cu_seqlens_k, found, scale, slopes, sinks)
@@ -262,10 +289,16 @@ def _choose(
 # From a plan to a result
 # ------------------------------------------------------------------------------------------------------------
 
-_CALLS: Final = 1024  # a server that sees ever new totals must not grow without bound
+_MAX_CALLS: Final = 1024  # a server that sees ever new totals must not grow without bound
+_calls: dict[tuple[object, ...], VarlenAttention] = {}
 
 
-@functools.lru_cache(maxsize=_CALLS)
+def _remember(key: tuple[object, ...], call: VarlenAttention) -> None:
+    if len(_calls) >= _MAX_CALLS:
+        _calls.clear()
+    _calls[key] = call
+
+
 def _prepare(
     found: _VarlenPlan, shape_q: torch.Size, shape_k: torch.Size, scale: float, device: torch.device
 ) -> VarlenAttention:

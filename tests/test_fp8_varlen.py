@@ -147,6 +147,7 @@ def test_emulator_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
             ValueError,
             r"q has 4 dimensions.*allowed: 3, \(total",
         ),
+        ({"q": [1.0]}, TypeError, "q is a list; allowed: a torch.Tensor"),
         ({"q": torch.zeros(173, 4, 64)}, TypeError, "q has dtype torch.float32"),
         ({"k": torch.zeros(607, 3, 64, dtype=BF16)}, ValueError, "heads of v is 2; allowed: that of k, 3"),
         (
@@ -291,7 +292,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Kernels:
 
     monkeypatch.setattr(launch_varlen, "compile_kernel", compiled)
     monkeypatch.setattr(launch, "_sms", lambda device: 132)
-    fp8_varlen._prepare.cache_clear()
+    fp8_varlen._calls.clear()
     return found
 
 
@@ -394,7 +395,7 @@ def test_public_function_prepares_once(hopper: None, calls: Kernels, monkeypatch
     given = inputs()
     for _ in range(2):
         fp8_attention_varlen(**given, window_size=(20, 10))
-    assert fp8_varlen._prepare.cache_info().misses == 1 and len(calls) == 4
+    assert len(fp8_varlen._calls) == 1 and len(calls) == 4
     assert calls[-1][1][-2:] == (20, 10) and calls[-1][0].window
 
 

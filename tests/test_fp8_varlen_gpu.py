@@ -108,7 +108,7 @@ class PoisonedTorch:
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (launch, launch_varlen):
         monkeypatch.setattr(module, "torch", PoisonedTorch())
-    fp8_varlen._prepare.cache_clear()
+    fp8_varlen._calls.clear()
 
 
 @dataclass

@@ -30,6 +30,8 @@ for the batch in the others and lse (heads_q, rows)
     seqused_k                   (batch,) int32, keys that count of those a sequence has; may be absent
     counter                     (1,) int32, of the tiles that have been given out
 
+In 8 bits V^T and the scales of K and V then have slots for blocks of keys, and there is no seqused_k.
+
 A work tile is tile_m rows of one head; with pack_gqa, of one head of K: row r is query r // pack_gqa, head
 r % pack_gqa of the group. At most one CTA an SM runs, and takes tiles in turn (common/scheduler.py, or by a counter,
 common/varlen.py). Warpgroups
