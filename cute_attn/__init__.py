@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
     )
+    from cute_attn.fp8_varlen import fp8_attention_varlen, fp8_attention_varlen_kernel
     from cute_attn.kvcache import KVCache
     from cute_attn.policy import LayerPolicy
     from cute_attn.precompile import ModelShapes, model_shapes, warmup
@@ -72,6 +73,8 @@ __all__ = [
     "flash_attn_with_kvcache",
     "fp8_attention",
     "fp8_attention_quantized",
+    "fp8_attention_varlen",
+    "fp8_attention_varlen_kernel",
     "is_supported",
     "model_shapes",
     "quantize",
@@ -109,6 +112,8 @@ _HOME: Final = {
     "flash_attn_with_kvcache": "cute_attn.decode",
     "fp8_attention": "cute_attn.api",
     "fp8_attention_quantized": "cute_attn.api",
+    "fp8_attention_varlen": "cute_attn.fp8_varlen",
+    "fp8_attention_varlen_kernel": "cute_attn.fp8_varlen",
     "is_supported": "cute_attn.dispatch",
     "model_shapes": "cute_attn.precompile",
     "register_flash_attention_impl": "cute_attn.torch_sdpa",

@@ -684,7 +684,7 @@ def _attend(
         out, lse = _empty_result(problem, device, side[1])
     else:
         if backend == "auto":
-            _warn_emulator(plan)
+            _warn_emulator(plan.reasons[0], stacklevel=4)
         from cute_attn.emulator import emulate_forward
 
         out, lse = emulate_forward(
@@ -715,15 +715,15 @@ def _empty_result(problem: Problem, device: torch.device, sinks: Tensor | None) 
 _warned = False
 
 
-def _warn_emulator(plan: Plan) -> None:
-    """Say once that "auto" did not mean a GPU kernel."""
+def _warn_emulator(reason: str, stacklevel: int) -> None:
+    """Say once that "auto" did not mean a GPU kernel, and why; `stacklevel` as in `warnings.warn`."""
     global _warned
     if _warned:
         return
     _warned = True
     warnings.warn(
-        f"cute_attn runs the emulator of its Hopper kernel, because {plan.reasons[0]}. The emulator "
+        f"cute_attn runs the emulator of its Hopper kernel, because {reason}. The emulator "
         "reproduces the kernel's rounding, not its speed. To silence this warning pass backend='emulator'.",
         UserWarning,
-        stacklevel=4,
+        stacklevel=stacklevel,
     )

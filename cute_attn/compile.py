@@ -182,8 +182,8 @@ def build(config: KernelConfig, options: str = "") -> Any:
             cutlass.Int32(1),
         ]
     elif isinstance(config, FwdConfig):
-        from cute_attn.kernels.entry import FwdEntry
-        from cute_attn.kernels.sm90.fwd import Fwd8bitSm90
+        from cute_attn.kernels.entry import FwdEntry, FwdVarlenEntry
+        from cute_attn.kernels.sm90.fwd import Fwd8bitSm90, Fwd8bitVarlenSm90
 
         out = cutlass.BFloat16 if config.out_dtype == "bf16" else cutlass.Float16
         entry = FwdEntry(Fwd8bitSm90(config), config)
@@ -202,15 +202,39 @@ def build(config: KernelConfig, options: str = "") -> Any:
             cutlass.Float32(1.0) if config.softcap else None,
             *[cutlass.Int32(1) if config.window else None] * 2,
         ]
+        if config.varlen:
+            entry = FwdVarlenEntry(Fwd8bitVarlenSm90(config), config)
+            args[:5] = [
+                wide(out, seqlen_q, heads_q, d_v),
+                integers(ends),
+                integers(ends),
+                *[address] * 4,
+                layout,
+                cutlass.Int32(1),
+            ]
     else:
         from cute_attn.kernels.any.quantize import Quantize, TransposeV
+        from cute_attn.kernels.any.quantize_varlen import QuantizeVarlen
         from cute_attn.kernels.any.vectors import IN_TYPES
-        from cute_attn.kernels.entry import QuantizeEntry
+        from cute_attn.kernels.entry import QuantizeEntry, QuantizeVarlenEntry
 
         element = IN_TYPES[config.in_dtype]
         v = fake(element, (batch, seqlen_k, heads_k, d_v), 8, element.width)  # eight elements a load
         if config.in_dtype == "e4m3":
             entry, args = TransposeV(config), [v, wide(f8, batch, heads_k, d_v, padded_k)]
+        elif config.varlen:
+            entry = QuantizeVarlenEntry(QuantizeVarlen(config), config)
+            args = [
+                wide(element, seqlen_q, heads_q, d),
+                wide(element, seqlen_k, heads_k, d),
+                wide(element, seqlen_k, heads_k, d_v),
+                integers(ends),
+                integers(ends),
+                scalars(d) if config.rotate else None,
+                address,
+                layout,
+                cutlass.Int32(1),
+            ]
         else:
             entry = QuantizeEntry(Quantize(config), config)
             angles = None  # cos and sin, of the dtype of q

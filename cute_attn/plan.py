@@ -250,6 +250,9 @@ there for comparison, take the same where it compiles without spills.
 """
 
 
+_REGS_VARLEN_8BIT: Final = (232, 40)  # of two consumer warpgroups, and of the producer
+
+
 def find_tile(
     head_dim: int,
     head_dim_v: int,
@@ -286,15 +289,20 @@ def forward_config(
     softcap: bool = False,
     alibi: bool = False,
     sinks: bool = False,
+    varlen: bool = False,
 ) -> FwdConfig:
     """The forward kernel for these properties of a problem; `out_dtype` is "bf16" or "fp16", `seqlen_k` by default
     that of a long one.
 
-    A window takes the tiles of a causal mask; the other features change none.
+    A window takes the tiles of a causal mask; the other features change none. With `varlen`, for sequences of unlike
+    length, the producer also looks for tiles, so it has some of the registers of two consumer warpgroups.
 
     Raises KeyError where no such kernel exists, see `find_tile`.
     """
     tile = find_tile(head_dim, head_dim_v, qk_dtype, causal, p_rounding, seqlen_k, window)
+    regs = (tile.consumer_regs, tile.producer_regs)
+    if varlen and tile.tile_m == 128:
+        regs = _REGS_VARLEN_8BIT
     return FwdConfig(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
@@ -305,8 +313,8 @@ def forward_config(
         p_rounding=p_rounding,
         causal=causal,
         out_dtype=out_dtype,
-        consumer_regs=tile.consumer_regs,
-        producer_regs=tile.producer_regs,
+        consumer_regs=regs[0],
+        producer_regs=regs[1],
         check_keys=tile.check_keys,
         qk_splits=tile.qk_splits,
         pv_part=tile.pv_part,
@@ -316,11 +324,17 @@ def forward_config(
         softcap=softcap,
         alibi=alibi,
         sinks=sinks,
+        varlen=varlen,
     )
 
 
 def quantize_config(
-    recipe: Fp8Recipe, head_dim: int, head_dim_v: int, in_dtype: str, rotary: str = "none"
+    recipe: Fp8Recipe,
+    head_dim: int,
+    head_dim_v: int,
+    in_dtype: str,
+    rotary: str = "none",
+    varlen: bool = False,
 ) -> QuantizeConfig:
     """The quantiser for a recipe; `in_dtype` is "bf16" or "fp16", `rotary` "none", "half" or "interleaved".
 
@@ -337,6 +351,7 @@ def quantize_config(
         rotate=recipe.rotation == "hadamard",
         smooth=recipe.smooth_k,
         rotary=rotary,
+        varlen=varlen,
     )
 
 

@@ -21,13 +21,15 @@ V_SCALE_GROUP = 256  # keys that share one V scale; a power of two
 V_KEY_PERMUTATION = 16  # V^T holds keys permuted inside groups of this many
 SUM_ROWS = 8  # extra rows of the V^T tile: a row of ones yields the row sum of P; 8 is the WGMMA granule
 QUANTIZE_SPAN = 512  # rows of Q or K of one CTA of the quantiser at most
-QUANTIZE_ROWS_LIMIT = 65_535 * QUANTIZE_SPAN  # rows of a sequence that its grid covers
+QUANTIZE_SPANS_LIMIT = 65_535  # of the quantiser's grid
+QUANTIZE_ROWS_LIMIT = QUANTIZE_SPANS_LIMIT * QUANTIZE_SPAN  # rows of a sequence that its grid covers
 
 # The mean key is summed in this order, see `cute_attn.quantize.mean_key`.
 MEAN_STRIDE = 16  # one key of this many is a sample
 MEAN_LANES = 16  # samples of a chunk that are summed side by side
 MEAN_UNROLL = 4  # samples of a lane that are in flight together; a chunk is a multiple of both
 MEAN_CHUNKS = 16  # chunks at most
+MEAN_SPAN = MEAN_STRIDE * MEAN_LANES * MEAN_UNROLL  # keys of a chunk at least
 
 # Numbers of the arithmetic, shared by the kernels and their references in torch; docs/numerics.md says why.
 E4M3_MAX = 448.0
@@ -82,6 +84,7 @@ class _Forward:
     alibi: bool
     sinks: bool
     varlen = False  # sequences of one length unless a subclass has others
+    padded_v = False  # with `varlen`, whether V of each sequence begins at a multiple of V_SCALE_GROUP keys
 
     @property
     def features(self) -> str:
@@ -119,6 +122,12 @@ class _Forward:
 
     def _smem_bytes(self, q_stages: int) -> int:
         raise NotImplementedError
+
+    def _check_varlen(self) -> None:
+        if self.varlen and self.cluster > 1:
+            raise ValueError(
+                f"cluster must be 1 with varlen, got {self.cluster}: tiles are given out one by one"
+            )
 
     def _check_cta(self) -> None:
         """Raise ValueError where rows, cluster, shared memory or registers of a CTA break a limit."""
@@ -175,6 +184,9 @@ class FwdConfig(_Forward):
     softcap: bool = False
     alibi: bool = False
     sinks: bool = False
+    varlen: bool = False
+
+    padded_v = True
 
     @property
     def adjusts(self) -> bool:
@@ -262,6 +274,7 @@ class FwdConfig(_Forward):
             raise ValueError(f"qk_splits must leave a multiple of {K_SCALE_GROUP} keys, got {self.qk_splits}")
         if self.p_rounding != "code" and self.qk_splits != 1:
             raise ValueError(f"qk_splits must be 1 with {self.p_rounding!r}: its maximum is over the tile")
+        self._check_varlen()
         self._check_cta()
 
 
@@ -367,10 +380,7 @@ class Fwd16Config(_Forward):
             raise ValueError(f"tile_n must be a multiple of 16 from 16 to 256, got {self.tile_n}")
         if self.dtype not in ("bf16", "fp16"):
             raise ValueError(f"dtype must be 'bf16' or 'fp16', got {self.dtype!r}")
-        if self.varlen and self.cluster > 1:
-            raise ValueError(
-                f"cluster must be 1 with varlen, got {self.cluster}: tiles are given out one by one"
-            )
+        self._check_varlen()
         if not self.o_fits_q:
             raise ValueError(
                 f"shared memory {self._tiles(1)} bytes exceeds {SMEM_LIMIT}, and O of head_dim_v {self.head_dim_v} "
@@ -533,6 +543,7 @@ class QuantizeConfig:
     smooth: bool  # subtract the mean key from every key of a head, and leave q . mean
     # rotary position embedding of Q and K: "none", "half" (pairs i, i + rotary_dim / 2), "interleaved"
     rotary: str = "none"
+    varlen: bool = False  # sequences of unlike length, their rows behind one another
 
     @property
     def name(self) -> str:
@@ -541,6 +552,7 @@ class QuantizeConfig:
         dims = dims_name(self.head_dim, self.head_dim_v)
         steps = ("_rot" if self.rotate else "") + ("_smooth" if self.smooth else "")
         steps += "" if self.rotary == "none" else f"_rotary_{self.rotary}"
+        steps += "_varlen" if self.varlen else ""
         return (
             f"quantize_{self.in_dtype}_{self.qk_dtype}_{dims}"
             f"_q{self.q_mode}_k{self.k_mode}_v{self.v_mode}{steps}"
@@ -561,6 +573,12 @@ class QuantizeConfig:
         ):
             if value not in allowed:
                 raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
+        if self.varlen:
+            for field, value in (("q_mode", self.q_mode), ("k_mode", self.k_mode), ("v_mode", self.v_mode)):
+                if value == "static":
+                    raise ValueError(f"{field} must not be 'static' with varlen: there is no given amax")
+            if self.rotary != "none":
+                raise ValueError(f"rotary must be 'none' with varlen, got {self.rotary!r}")
 
 
 E4M3_ARCHS = ("sm_89", "sm_90a")  # with conversions from and to e4m3

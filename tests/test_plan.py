@@ -164,7 +164,7 @@ def test_every_choice_of_a_row_reaches_the_kernel() -> None:
     }
     chosen -= {"head_dim", "head_dim_v", "cluster"}  # the largest that the row serves, not a choice
     keys = {"head_dim", "head_dim_v", "qk_dtype", "causal", "p_rounding", "out_dtype", "pack_gqa", "cluster"}
-    features = {"window", "softcap", "alibi", "sinks"}
+    features = {"window", "softcap", "alibi", "sinks", "varlen"}
     assert chosen | keys | features == {field.name for field in dataclasses.fields(FwdConfig)}
     for pair, key in itertools.product(PAIRS, KEYS):
         tile = plan.find_tile(*pair, *key)

@@ -320,10 +320,24 @@ class KeySums:
         head = work % heads
         index = work // heads % chunks
         batch = work // heads // chunks
+        keys = m_k[batch, None, head, None]
+        self.sum_chunk(keys, m_sums, (batch, index, head), m_cos, m_sin, index, chunk, tid)
+
+    @cute.jit
+    def sum_chunk(
+        self,
+        keys: cute.Tensor,  # (seqlen_k, head_dim)
+        m_sums: cute.Tensor,  # (..., head_dim)
+        where,  # coordinates in m_sums, but the last
+        m_cos: cute.Tensor,
+        m_sin: cute.Tensor,
+        index: Int32,  # of the chunk
+        chunk: Int32,
+        tid: Int32,
+    ):
         column = 8 * (tid % (self.d // 8))
         lane = tid // (self.d // 8)
-        keys = m_k[batch, None, head, None]
-        samples = cute.ceil_div(m_k.shape[1], MEAN_STRIDE)
+        samples = cute.ceil_div(keys.shape[0], MEAN_STRIDE)
         rows = SmemAllocator().allocate_tensor(
             Float32, cute.make_layout((MEAN_LANES, self.d), stride=(self.d, 1)), 16
         )
@@ -364,4 +378,4 @@ class KeySums:
             value = rows[0, tid]
             for i in cutlass.range_constexpr(1, MEAN_LANES):
                 value = value + rows[i, tid]
-            m_sums[batch, index, head, tid] = value
+            m_sums[(*where, tid)] = value

@@ -64,6 +64,7 @@ class Rows:
         self.keys = keys
         self.rotate = cfg.rotate
         self.smooth = cfg.smooth
+        self.varlen = cfg.varlen
         self.rotary = Rotary(cfg)
         self.lanes = self.width // WIDTH  # of one row
         self.levels = self.lanes.bit_length() - 1
@@ -133,6 +134,8 @@ class Rows:
                 # half: the lanes of a row read 16 bytes side by side.
                 at = tid // 4 % (WIDTH // 4) * (4 * self.lanes) + tid // WIDTH * 4 + tid % 4
                 mean = total / Float32(count) * sign
+                if const_expr(self.varlen):  # a sequence without keys, whose sum nobody wrote
+                    mean = mean if count > 0 else Float32(0.0)
                 if const_expr(self.d < self.width):
                     mean = mean if tid < self.d else Float32(0.0)
                 columns[self.width + at] = mean

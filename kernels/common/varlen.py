@@ -14,6 +14,12 @@ STAGES places with mbarriers of its own (mainloop.py lists the others):
     empty  arrives: one lane of each consumer warp, it has read the place for the last time (before it stores O)
 
 Tensors keep no bound between two sequences, so TMA gets one, see `ragged`.
+
+What the quantiser writes for each block of 2^shift keys or rows of a sequence (a scale, a sum of keys, a block of V^T)
+has a *slot*: those of sequence b begin at slot `first_slot`, block i of it has the i-th from there. A sequence of n
+rows that begins at row r has room for its blocks, as (r + n) >> shift is at least (r >> shift) + (n >> shift), and the
+next sequence begins one slot further than that. So there are (rows >> shift) + batch slots, which the host knows
+without the lengths, and block, sequence and slot are found from one another with nothing stored.
 """
 
 from __future__ import annotations
@@ -77,6 +83,43 @@ def steps_of(tile: cute.Tensor, x: cute.Tensor, mode: int) -> cute.Tensor:
     shape = (*tile.shape, x.shape[mode], x.shape[3])
     stride = (*tile.stride, x.stride[mode], x.stride[3])
     return cute.make_tensor(tile.iterator, cute.make_layout(shape, stride=stride))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Slots of the blocks of sequences
+# ------------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def first_slot(row: Int32, sequence: Int32, shift) -> Int32:
+    """Slot of the first block, of 2^shift rows, of a sequence that begins at `row`; see the module."""
+    return (row >> shift) + sequence
+
+
+@cute.jit
+def block_of_slot(slot: Int32, ends: cute.Tensor, shift):
+    """Block of a slot, by a whole warp: (sequence, first row of the block, rows from there to the sequence's end).
+
+    ends  (batch + 1,) int32, where sequences begin and end; batch is at least 1
+
+    The rows are 0 where the slot has no block. First slots ascend, and the lanes test 32 of them at once: the sequence
+    is the last one that begins no later than `slot`.
+    """
+    lane = cute.arch.lane_idx()
+    first, count = Int32(0), ends.shape[0] - 1  # sequences that it may be
+    while count > 1:
+        step = (count + 31) // 32
+        at = first + cutlass.min(lane * step, count - 1)
+        before = first_slot(ends[at], at, shift) <= slot
+        lanes = cute.arch.popc(cute.arch.vote_ballot_sync(before))  # the first ones
+        past = cutlass.min(cutlass.max(lanes - 1, 0) * step, count - 1)
+        first = first + past
+        count = cutlass.min(step, count - past)
+    row0, end = ends[first], ends[first + 1]
+    block = slot - first_slot(row0, first, shift)
+    row = row0 + (cutlass.max(block, 0) << shift)
+    left = cutlass.max(end - row, 0) if block >= 0 else Int32(0)
+    return tuple([cute.arch.make_warp_uniform(x) for x in (first, row, left)])
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ for the batch in the others and lse (heads_q, rows)
     seqused_k                   (batch,) int32, keys that count of those a sequence has; may be absent
     counter                     (1,) int32, of the tiles that have been given out
 
+In 8 bits V^T and the scales of K and V then have slots for blocks of keys, and there is no seqused_k.
+
 A work tile is tile_m rows of one head; with pack_gqa, of one head of K: row r is query r // pack_gqa, head
 r % pack_gqa of the group. At most one CTA an SM runs, and takes tiles in turn (common/scheduler.py, or by a counter,
 common/varlen.py). Warpgroups
@@ -61,6 +63,7 @@ from ..common.varlen import (
     PLACE,
     STAGES,
     find_sequence,
+    first_slot,
     one_batch,
     place_ring,
     put_place,
@@ -70,8 +73,8 @@ from ..common.varlen import (
     take_unit,
     unit_of_sequence,
 )
-from ..config import Fwd16Config, FwdConfig
-from .mainloop import Barrier, Mainloop, Mainloop8bit, Mainloop16bit
+from ..config import K_SCALE_GROUP, V_SCALE_GROUP, Fwd16Config, FwdConfig
+from .mainloop import V_SCALE_SHIFT, Barrier, Mainloop, Mainloop8bit, Mainloop16bit
 from .operands import ELEMENTS, row_major_atom
 from .policy_16bit import Policy16bit
 from .policy_fp8 import Fp8Policy
@@ -119,7 +122,8 @@ class FwdSm90:
             units = (q.shape[1] * cfg.pack_gqa // tile_m + batch) * q.shape[3]
             rows = tile_m // cfg.pack_gqa
             q, o = ragged(q, 1, rows), ragged(o, 1, rows)
-            k, v = ragged(k, 0, tile_n), ragged(v, 1, cfg.v_box)
+            k = ragged(k, 0, tile_n)
+            v = v if cutlass.const_expr(cfg.padded_v) else ragged(v, 1, cfg.v_box)
             self.reset(lengths[4]).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
 
         qk_type, v_type = self.policy.qk_type, self.policy.v_type
@@ -248,7 +252,7 @@ class FwdSm90:
         # tiles are mixed); else ()
         lengths,
     ):
-        """With `varlen`, q, k, v and o are what `ragged` makes of them, with a mode of rows in place of the batch;
+        """With `varlen`, q, k, v (of 16 bits) and o are what `ragged` makes of them, with a mode of rows for the batch;
         m_units, turn, units and seqlen_k are not read.
         """
         cfg = self.cfg
@@ -395,8 +399,13 @@ class FwdSm90:
                 self.rows_from(m_q, head, m_block, row0, seqlen_q), self.box(tile_m, d), (0, 0, 0)
             )
             tiles_k = cute.local_tile(m_k[None, None, head_k, 0], (tile_n, d), (0, 0))
-            tiles_v = cute.local_tile(m_v[None, None, head_k, 0], (d_v, cfg.v_box), (0, 0))
-            g_k, g_v = steps_of(tiles_k, m_k, 0), steps_of(tiles_v, m_v, 1)
+            g_k = steps_of(tiles_k, m_k, 0)
+            if cutlass.const_expr(cfg.padded_v):
+                key_v = first_slot(key0, batch, V_SCALE_SHIFT) * V_SCALE_GROUP
+                own_v = cute.domain_offset((0, key_v), m_v[None, None, head_k, 0])
+                g_v = cute.local_tile(own_v, (d_v, cfg.v_box), (0, None))
+            else:
+                g_v = steps_of(cute.local_tile(m_v[None, None, head_k, 0], (d_v, cfg.v_box), (0, 0)), m_v, 1)
             rows_kv = lambda t: cute.group_modes(t, 0, 2)
         else:
             g_q = cute.local_tile(m_q[None, None, None, head, batch], self.box(tile_m, d), (0, m_block, 0))
@@ -433,8 +442,10 @@ class FwdSm90:
         warpgroup = cute.arch.make_warp_uniform(tid // 128)
         s_o, atom_o, m_o, m_lse = output
         index = at.index if cutlass.const_expr(cfg.varlen) else at
-        m_block, head, batch, _, seqlen_q, _, seqlen_k = self.place(index, where)
+        m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k = self.place(index, where)
         row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
+        of_all = side
+        side = self.side_of(of_all, batch, first_row, seqlen_q, first_key, seqlen_k)
         blocks = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
         inputs = self.policy.tile_inputs(
             side, softmax_scale_log2, row0, head, head // group, batch, seqlen_q, seqlen_k
@@ -445,8 +456,9 @@ class FwdSm90:
         # Computed, or read, again, from a number that the compiler cannot know to be `index`: at head_dim_v 256 there
         # is no register to keep them in over the loop.
         again = cute.arch.shuffle_sync(index, 0)
-        m_block, head, batch, first_row, seqlen_q, _, seqlen_k = self.place(again, where)
+        m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k = self.place(again, where)
         row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
+        side = self.side_of(of_all, batch, first_row, seqlen_q, first_key, seqlen_k)
         if cutlass.const_expr(cfg.varlen):
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
@@ -484,6 +496,10 @@ class FwdSm90:
             order, seqlen_q, seqlen_k = where
             found = (*self.tile(at, order), Int32(0), seqlen_q, Int32(0), seqlen_k)
         return found
+
+    def side_of(self, side, batch, first_row, seqlen_q, first_key, seqlen_k):
+        """What the policy reads beside the tiles, of one sequence; see `place`."""
+        return side
 
     @cute.jit
     def rows_from(self, x: cute.Tensor, head: Int32, m_block: Int32, row0: Int32, rows: Int32) -> cute.Tensor:
@@ -653,6 +669,58 @@ class Fwd8bitSm90(FwdSm90):
         self.launch(q, k, vt, side, o, lse, softmax_scale_log2, sms, turn, stream)
 
 
+class Fwd8bitVarlenSm90(Fwd8bitSm90):
+    """One 8-bit configuration for sequences of unlike length. Call it inside `cute.compile` with (fake) tensors."""
+
+    @cute.jit
+    def __call__(
+        self,
+        # with a mode of one batch, of stride 0, in front of all that has one in `Fwd8bitSm90`
+        q: cute.Tensor,
+        k: cute.Tensor,
+        vt: cute.Tensor,  # (1, heads_k, head_dim_v, slots of 256 keys), see common/varlen.py for slots
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,  # (1, heads_k, slots of 256 keys, in each 4 scales)
+        v_scale: cute.Tensor,  # (1, heads_k, slots of 256 keys)
+        lse_add: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        counter: cute.Tensor,
+        softmax_scale: Float32,
+        softmax_scale_log2: Float32,
+        sms: Int32,
+        keys_in_turn: Int32,
+        slopes,
+        sinks,
+        softcap_factor,
+        window_left,
+        window_right,
+        stream,
+    ):
+        vt = cute.make_tensor(vt.iterator, cute.select(vt.layout, [2, 3, 1, 0]))  # (d, s, h, b)
+        side = (*[heads_last(t) for t in (q_scale, k_scale, v_scale, lse_add)], softmax_scale)
+        side = (*side, slopes, sinks, softcap_factor, window_left, window_right)
+        lengths = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k, Int32(0), counter, keys_in_turn)
+        self.launch(q, k, vt, side, o, lse, softmax_scale_log2, sms, Int32(1), stream, lengths)
+
+    @cute.jit
+    def side_of(
+        self, side, batch: Int32, first_row: Int32, seqlen_q: Int32, first_key: Int32, seqlen_k: Int32
+    ):
+        q_scale, k_scale, v_scale, lse_add = side[:4]
+        slot = first_slot(first_key, batch, V_SCALE_SHIFT)
+        groups = (seqlen_k + (K_SCALE_GROUP - 1)) // K_SCALE_GROUP
+        return (
+            rows_between(q_scale, first_row, seqlen_q),
+            rows_between(k_scale, slot * (V_SCALE_GROUP // K_SCALE_GROUP), groups),
+            rows_between(v_scale, slot, v_scale.shape[0] - slot),
+            rows_between(lse_add, first_row, seqlen_q),
+            *side[4:],
+        )
+
+
 class Fwd16bitSm90(FwdSm90):
     """One 16-bit configuration. Call it inside `cute.compile` with (fake) tensors."""
 
@@ -715,6 +783,12 @@ class Fwd16bitVarlenSm90(Fwd16bitSm90):
         v = cute.make_tensor(v.iterator, cute.select(v.layout, [3, 1, 2, 0]))  # (d, s, h, b)
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, has_used, counter, keys_in_turn)
         self.launch(q, k, v, side, o, lse, softmax_scale_log2, sms, Int32(1), stream, lengths)
+
+
+def rows_between(x: cute.Tensor, first: Int32, rows: Int32) -> cute.Tensor:
+    """`rows` rows of (rows, heads, batch) from row `first` on."""
+    start = cute.domain_offset((first, 0, 0), x).iterator
+    return cute.make_tensor(start, cute.make_layout((rows, *x.shape[1:]), stride=x.stride))
 
 
 def heads_last(x: cute.Tensor) -> cute.Tensor:

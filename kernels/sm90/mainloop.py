@@ -101,8 +101,8 @@ class Mainloop:
 
     @cute.jit
     def source(self, g: cute.Tensor, n: Int32, box: cutlass.Constexpr, keys) -> cute.Tensor:
-        """Box n of K or V, of `box` keys, in the global partition."""
-        if const_expr(self.cfg.varlen):
+        """Box n of K or V, of `box` keys, in the global partition; keys None where that begins with the sequence."""
+        if const_expr(self.cfg.varlen and keys is not None):
             key0, seqlen_k = keys
             found = g[(None, *ragged_coord(key0, seqlen_k, n * box, box))]
         else:
@@ -127,6 +127,7 @@ class Mainloop:
         """V of key tile n into the stage of `state`."""
         atom, g, s = load
         boxes = cute.size(s, mode=[1])
+        keys = None if const_expr(self.cfg.padded_v) else keys
         pipes[2].producer_acquire(state)  # waits until all consumer warps have released this stage's V
         for c in cutlass.range_constexpr(boxes):
             cute.copy(
