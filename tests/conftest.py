@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def living_context(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After an illegal access every later call of the process fails: it ends here, with the test that did it."""
+    yield
+    if NO_HOPPER is None and "gpu" in request.keywords:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            print(f"\n{request.node.nodeid}: {error}", file=sys.__stderr__, flush=True)
+            os._exit(1)  # pytest-xdist says which test it was, and goes on in a new process
 
 
 @pytest.fixture(autouse=True)
