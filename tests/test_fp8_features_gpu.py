@@ -22,9 +22,9 @@ from cute_attn import QuantizedQKV, emulator, launch
 from cute_attn.compile import compile_kernel
 from cute_attn.flash import reference
 from cute_attn.kernels.config import FwdConfig
-from cute_attn.plan import forward_config
 from cute_attn.problem import Features
 from cute_attn.quantize import PRESETS, quantize_reference
+from cute_attn.tiles import forward_config
 
 pytestmark = pytest.mark.gpu
 

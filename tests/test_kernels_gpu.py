@@ -21,9 +21,9 @@ from torch import Tensor
 import cute_attn
 from cute_attn import Fp8Recipe, QuantizedQKV, emulator, launch
 from cute_attn.kernels.config import FwdConfig, QuantizeConfig
-from cute_attn.plan import forward_config, quantize_config, transpose_config
 from cute_attn.quantize import PRESETS, Rotary, mean_key, permute_v, quantize_reference
 from cute_attn.reference import attention
+from cute_attn.tiles import forward_config, quantize_config, transpose_config
 
 pytestmark = pytest.mark.gpu
 
