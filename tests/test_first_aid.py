@@ -330,7 +330,7 @@ def test_compile_command_takes_a_model(
 
 
 def test_compile_command_takes_the_16bit_kernel() -> None:
-    configs = compile._chosen(["bf16"], [(64, 64)], ["fp16"], [1, 8])
+    configs = compile._chosen16([(64, 64)], ["fp16"], ["full", "causal"], [frozenset()], [1, 8])
     assert all(isinstance(config, Fwd16Config) for config in configs)
     for seqlen, causal, group in ((1, False, 8), (4096, True, 8), (4096, False, 1)):
         assert plan16.forward16_config(64, 64, "fp16", causal=causal, group=group, seqlen_q=seqlen) in configs
