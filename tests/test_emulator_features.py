@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lse_bounds import check_lse
+from rounding_bounds import check_lse
 from torch import Tensor
 
 from cute_attn.emulator import emulate_forward
