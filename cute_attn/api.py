@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import validate
-from cute_attn.plan import Plan, make_plan, transpose_config
+from cute_attn.plan import Plan, make_plan
 from cute_attn.problem import Features, Problem, device_capability
 from cute_attn.quantize import (
     Fp8Recipe,
@@ -32,6 +32,7 @@ from cute_attn.quantize import (
     quantize_reference,
     resolve_recipe,
 )
+from cute_attn.tiles import transpose_config
 
 __all__ = ["explain", "flash_attn_fp8_func", "fp8_attention", "fp8_attention_quantized", "quantize"]
 

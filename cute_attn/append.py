@@ -16,7 +16,6 @@ from torch import Tensor
 from cute_attn import kv, validate
 from cute_attn.compile import compile_kernel
 from cute_attn.kernels.config import E4M3_MAX, AppendConfig
-from cute_attn.plan import DTYPE_NAMES
 from cute_attn.quantize import (
     Rotary,
     _float32,
@@ -26,6 +25,7 @@ from cute_attn.quantize import (
     scale_norm,
     to_e4m3,
 )
+from cute_attn.tiles import DTYPE_NAMES
 
 __all__ = ["append_kv"]
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cute_attn import cache, decode_plan, plan, sass
+from cute_attn import cache, decode_plan, plan16, sass, tiles
 from cute_attn.dispatch import EXACT
 from cute_attn.kernels.config import (
     HEAD_DIMS,
@@ -389,11 +389,11 @@ def _load_or_build(config: KernelConfig) -> Callable[..., None]:
 
 
 def configurations() -> list[KernelConfig]:
-    """The kernels that every test run compiles and checks: samples, see `plan.all_forward_configs` and its likes."""
+    """The kernels that every test run compiles and checks: samples, see `tiles.all_forward_configs` and its like."""
     return [
-        *plan.all_forward_configs(),
-        *plan.all_quantize_configs(),
-        *plan.all_forward16_configs(),
+        *tiles.all_forward_configs(),
+        *tiles.all_quantize_configs(),
+        *plan16.all_forward16_configs(),
         *decode_plan.all_decode_configs(),
     ]
 
@@ -491,15 +491,15 @@ def _chosen(
         for head_dim, head_dim_v in head_dims:
             for dtype in dtypes:
                 recipe = PRESETS[name]
-                configs[plan.quantize_config(recipe, head_dim, head_dim_v, dtype)] = None
+                configs[tiles.quantize_config(recipe, head_dim, head_dim_v, dtype)] = None
                 for causal, group in itertools.product((False, True), groups):
                     key = (head_dim, head_dim_v, recipe.qk_dtype, causal, recipe.p_rounding)
-                    for seqlen_k in (plan.SHORT_KEYS, math.inf):
-                        for cluster in (1, plan.find_tile(*key, seqlen_k).cluster):
-                            config = plan.forward_config(*key, dtype, group, cluster, seqlen_k)
+                    for seqlen_k in (tiles.SHORT_KEYS, math.inf):
+                        for cluster in (1, tiles.find_tile(*key, seqlen_k).cluster):
+                            config = tiles.forward_config(*key, dtype, group, cluster, seqlen_k)
                             configs[config] = None
     for _, head_dim_v in head_dims:
-        configs[plan.transpose_config(head_dim_v)] = None
+        configs[tiles.transpose_config(head_dim_v)] = None
     return list(configs)
 
 
@@ -521,8 +521,8 @@ def _chosen16(
     configs: dict[KernelConfig, None] = {}
     for (head_dim, head_dim_v), dtype, mask, chosen in itertools.product(head_dims, dtypes, masks, features):
         options = dict.fromkeys(chosen, True) | ({} if mask == "full" else {mask: True})
-        for seqlen_q in (plan.SHORT_QUERIES, 1 << 20):
-            config = plan.forward16_config(head_dim, head_dim_v, dtype, **options, seqlen_q=seqlen_q)
+        for seqlen_q in (plan16.SHORT_QUERIES, 1 << 20):
+            config = plan16.forward16_config(head_dim, head_dim_v, dtype, **options, seqlen_q=seqlen_q)
             for group, cluster in itertools.product(groups, (1, config.cluster)):
                 configs[dataclasses.replace(config, pack_gqa=group, cluster=cluster)] = None
     return list(configs)
@@ -611,7 +611,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises SystemExit(2) for a bad command line.
     """
-    names, dtypes = [EXACT, *PRESETS], list(plan.DTYPE_NAMES.values())
+    names, dtypes = [EXACT, *PRESETS], list(tiles.DTYPE_NAMES.values())
     parser = argparse.ArgumentParser(
         prog="python -m cute_attn.compile", description="Compile kernels into the disk cache. Needs no GPU."
     )
@@ -622,7 +622,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"of {', '.join(names)}; {EXACT} stands for the 16-bit kernels (default: default; with --model also "
         f"{EXACT})",
     )
-    tuned = plan.TUNED_HEAD_DIMS
+    tuned = tiles.TUNED_HEAD_DIMS
     parser.add_argument(
         "--head-dim",
         type=_head_dims,

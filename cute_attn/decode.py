@@ -21,7 +21,7 @@ from cute_attn import append, decode_plan, flash, kv, validate
 from cute_attn.compile import compile_kernel
 from cute_attn.decode_plan import Shares
 from cute_attn.kernels.config import AppendConfig, DecodeConfig
-from cute_attn.plan import DTYPE_NAMES
+from cute_attn.tiles import DTYPE_NAMES
 
 __all__ = ["decode_kernel", "flash_attn_with_kvcache", "reference"]
 

@@ -234,10 +234,10 @@ def _settings() -> Iterator[Finding]:
 
 
 def _compile() -> Finding:
-    from cute_attn import cache, plan
+    from cute_attn import cache, plan16
     from cute_attn import compile as compiler
 
-    config = plan.forward16_config(64, 64, "bf16")
+    config = plan16.forward16_config(64, 64, "bf16")
     start = time.perf_counter()
     try:
         with cache.COMPILE_LOCK:

@@ -1,6 +1,6 @@
 """16-bit attention with flash-attn's functions: FlashAttention-3's forward (arXiv 2407.08608, sections 3.1 and 3.2).
 
-The path of a call is check -> plan (`plan.forward16_config`) -> launch. There is no emulator of the 16-bit kernel:
+The path of a call is check -> plan (`plan16.forward16_config`) -> launch. There is no emulator of the 16-bit kernel:
 away from a Hopper GPU a call is an error unless `backend="reference"` asks for the definition in float32.
 """
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from cute_attn import validate
 from cute_attn.kernels.config import HEAD_DIMS_16BIT, Fwd16Config
-from cute_attn.plan import DTYPE_NAMES, forward16_config
-from cute_attn.plan16 import Plan16, Problem16, make_plan16
+from cute_attn.plan16 import Plan16, Problem16, forward16_config, make_plan16
 from cute_attn.problem import cutting_ends, device_capability
+from cute_attn.tiles import DTYPE_NAMES
 
 __all__ = [
     "flash_attn_explain",

@@ -137,7 +137,7 @@ def backward(
         )
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
     from cute_attn.launch_backward import launch_backward16
-    from cute_attn.plan import backward16_config
+    from cute_attn.plan16 import backward16_config
 
     config = backward16_config(
         plan.config.head_dim,

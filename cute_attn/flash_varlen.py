@@ -15,7 +15,8 @@ from torch import Tensor
 
 from cute_attn import flash, validate
 from cute_attn.flash import _Plan
-from cute_attn.plan import DTYPE_NAMES, forward16_config
+from cute_attn.plan16 import forward16_config
+from cute_attn.tiles import DTYPE_NAMES
 
 __all__ = [
     "flash_attn_varlen_func",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from cute_attn import plan, validate
+from cute_attn import plan, tiles, validate
 from cute_attn.api import _warn_emulator
 from cute_attn.flash import _signature
 from cute_attn.flash_varlen import _check_lengths, _check_max
@@ -257,11 +257,11 @@ def _choose(
     window = not causal and (left, right) != (-1, -1)
     seqlen_q, seqlen_k = (-(-total // max(batch, 1)) for total in (total_q, total_k))
     key = (head_dim, head_dim_v, recipe.qk_dtype, causal, recipe.p_rounding)
-    tile = plan.find_tile(*key, seqlen_k, window)
-    pack_gqa, _ = plan._choose_pack_gqa(heads_q // heads_k, seqlen_q, tile.tile_m, True)
-    config = plan.forward_config(
+    tile = tiles.find_tile(*key, seqlen_k, window)
+    pack_gqa, _ = plan.choose_pack_gqa(heads_q // heads_k, seqlen_q, tile.tile_m, True)
+    config = tiles.forward_config(
         *key,
-        plan.DTYPE_NAMES[out_dtype],
+        tiles.DTYPE_NAMES[out_dtype],
         pack_gqa,
         seqlen_k=seqlen_k,
         window=window,
@@ -270,13 +270,13 @@ def _choose(
         sinks=features.sinks,
         varlen=True,
     )
-    chosen, reason = plan._choose_backend(capability, backend)
+    chosen, reason = plan.choose_backend(capability, backend)
     return _VarlenPlan(
         backend=chosen,
         reason=reason,
         recipe=recipe,
-        quantize_config=plan.quantize_config(
-            recipe, head_dim, head_dim_v, plan.DTYPE_NAMES[dtype], varlen=True
+        quantize_config=tiles.quantize_config(
+            recipe, head_dim, head_dim_v, tiles.DTYPE_NAMES[dtype], varlen=True
         ),
         config=config,
         features=Features((left, right), features.softcap, features.alibi, features.sinks),

@@ -1,16 +1,310 @@
-"""What one call of `flash_attn_func` does, and why: the report of `flash_attn_explain`.
+"""The 16-bit kernels: which one serves a problem, and what one call of `flash_attn_func` does and why.
 
-The choices are those of `plan.forward16_choice`, which the call itself goes by.
+Pure functions of plain data, as those of plan.py. A call goes by `forward16_choice`, and so does the report of
+`flash_attn_explain`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
-from cute_attn.kernels.config import SMEM_LIMIT, Fwd16Config
-from cute_attn.plan import _choose_backend, forward16_choice, report_text, tiles_text, work_tiles
+from cute_attn.kernels.config import HEAD_DIMS_16BIT, SMEM_LIMIT, Bwd16Config, Fwd16Config
+from cute_attn.plan import (
+    choose_backend,
+    choose_cluster,
+    choose_pack_gqa,
+    report_text,
+    tiles_text,
+    work_tiles,
+)
+from cute_attn.tiles import DTYPE_NAMES
+
+SHORT_QUERIES: Final = 2048
+"""Queries of a causal sequence up to which a tile of the 16-bit kernel has fewer of them (likewise)."""
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Tile table
+# ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile16:
+    """One row of the 16-bit tile table; the sizes are those of `Fwd16Config`.
+
+    It serves heads whose larger of `head_dim` and `head_dim_v`, rounded up to a multiple of 32, is at most `columns`.
+    """
+
+    columns: int
+    why: str
+    plain: bool | None = None  # only without (True) or with (False) a mask, softcap or ALiBi; None: both
+    short: bool = False  # only causal sequences of at most SHORT_QUERIES queries
+    tile_m: int = 128
+    tile_n: int = 128
+    consumer_regs: int = 240
+    producer_regs: int = 24
+    pingpong: bool = False  # turns of the warpgroups at the tensor core
+    cluster: int = 2  # where a head has tiles enough, see `choose_cluster`
+
+
+# a consumer's and the producer's where two consume and the producer looks for tiles, too; 240 would leave it 24
+_REGS_VARLEN: Final = (232, 40)
+_BOUND_16: Final = "what two stages of K and V leave room for in shared memory"
+
+TILES_16: Final = (
+    Tile16(
+        columns=64,
+        short=True,
+        pingpong=True,
+        cluster=1,
+        why="a block of rows also computes keys that its diagonal tiles hide: blocks of 192 rows waste more there "
+        "than their third consumer warpgroup gains",
+    ),
+    Tile16(
+        columns=64,
+        tile_m=192,
+        consumer_regs=160,
+        producer_regs=32,
+        pingpong=True,
+        cluster=1,
+        why="three consumer warpgroups in turns, for at 64 columns exp2 takes as long as the products; more keys "
+        "a step do not fit into the 160 registers that three leave to a thread",
+    ),
+    Tile16(
+        columns=96,
+        plain=True,
+        tile_n=192,
+        why="S, P and O of 192 keys fit into 240 registers; a third warpgroup would leave room for 112",
+    ),
+    Tile16(
+        columns=128,
+        why="176 keys a step would fit into 240 registers, but not O beside Q in shared memory; measured, they gain "
+        "nothing",
+    ),
+    Tile16(columns=192, tile_n=112, why=_BOUND_16),
+    Tile16(columns=256, tile_n=80, why=_BOUND_16),
+)
+"""Rows in the order of `columns`: the first that serves a problem is taken. Those of 64, 128 and 256 columns
+were measured on an H200 (perf/log.md, run 11), the others follow them."""
+
+
+@functools.lru_cache(maxsize=4096)
+def forward16_config(
+    head_dim: int,
+    head_dim_v: int,
+    dtype: str,
+    *,
+    causal: bool = False,
+    window: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+    sinks: bool = False,
+    group: int = 1,
+    seqlen_q: int = 1 << 20,
+    varlen: bool = False,
+) -> Fwd16Config:
+    """The 16-bit forward kernel for these properties of a problem. Pure.
+
+    Args:
+        head_dim, head_dim_v: multiples of 8 from 32 to 256.
+        dtype: "bf16" or "fp16".
+        causal, window, softcap, alibi, sinks: as in `Fwd16Config`; causal and window exclude each other.
+        group: query heads of a key head.
+        seqlen_q: queries of a sequence, with `varlen` on average; with few of them the rows of a group share tiles, or
+            tiles have fewer rows.
+        varlen: sequences of unlike length.
+
+    Raises:
+        ValueError: a head_dim or dtype for which there is no kernel.
+    """
+    return forward16_choice(
+        head_dim, head_dim_v, dtype, causal, window, softcap, alibi, sinks, group, seqlen_q, varlen
+    )[0]
+
+
+def forward16_choice(
+    head_dim: int,
+    head_dim_v: int,
+    dtype: str,
+    causal: bool,
+    window: bool,
+    softcap: bool,
+    alibi: bool,
+    sinks: bool,
+    group: int,
+    seqlen_q: int,
+    varlen: bool = False,
+) -> tuple[Fwd16Config, tuple[str, ...]]:
+    """What `forward16_config` returns, and the reasons, one sentence for each choice."""
+    columns = -(-max(head_dim, head_dim_v) // 32) * 32
+    plain = not (causal or window or softcap or alibi)
+    short = causal and seqlen_q <= SHORT_QUERIES
+    tile = next(
+        t for t in TILES_16 if columns <= t.columns and t.plain in (None, plain) and (short or not t.short)
+    )
+    pack_gqa, why_pack = choose_pack_gqa(group, seqlen_q, tile.tile_m, varlen)
+    consumer_regs, producer_regs = tile.consumer_regs, tile.producer_regs
+    if varlen and tile.tile_m == 128:
+        consumer_regs, producer_regs = _REGS_VARLEN
+    cluster, why_cluster = 1, None
+    if not (window or varlen):  # whose tiles do not read the same keys, or are given out one by one
+        cluster, why_cluster = choose_cluster(tile.cluster, -(-seqlen_q * pack_gqa // tile.tile_m), causal)
+    config = _fitted(
+        Fwd16Config(
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            tile_m=tile.tile_m,
+            tile_n=tile.tile_n,
+            kv_stages=2,
+            dtype=dtype,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            alibi=alibi,
+            sinks=sinks,
+            consumer_regs=consumer_regs,
+            producer_regs=producer_regs,
+            pingpong=tile.pingpong,
+            cluster=cluster,
+            pack_gqa=pack_gqa,
+            varlen=varlen,
+        )
+    )
+    why_tile = f"tile {config.tile_m} x {config.tile_n}: {tile.why}"
+    if config.tile_n < tile.tile_n:
+        why_tile += f"; {config.tile_n} keys a step, as shared memory does not hold {tile.tile_n}"
+    if config.o_in_q:
+        why_tile += "; O is staged where Q was, so Q of the next tile is loaded after this one's end"
+    return config, tuple(why for why in (why_tile, why_pack, why_cluster) if why is not None)
+
+
+def _fitted(config: Fwd16Config) -> Fwd16Config:
+    """`config` with as many keys a step as shared memory holds."""
+    while config.smem_bytes > SMEM_LIMIT or not config.o_fits_q:
+        config = dataclasses.replace(config, tile_n=config.tile_n - 16)
+    config.check()
+    return config
+
+
+def backward16_config(
+    head_dim: int,
+    head_dim_v: int,
+    dtype: str,
+    *,
+    causal: bool = False,
+    window: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+    deterministic: bool = False,
+) -> Bwd16Config:
+    """The 16-bit backward for these properties of a problem. Pure. sinks need no kernel of their own.
+
+    Args:
+        head_dim, head_dim_v: multiples of 8 from 32 to 256.
+        dtype: "bf16" or "fp16".
+        causal, window, softcap, alibi, deterministic: as in `Bwd16Config`; causal and window exclude each other.
+
+    Raises:
+        ValueError: a head_dim or dtype for which there is no kernel.
+    """
+    config = Bwd16Config(
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        tile_m=64,
+        tile_n=128,
+        dtype=dtype,
+        causal=causal,
+        dq_split="columns",
+        window=window,
+        softcap=softcap,
+        alibi=alibi,
+        deterministic=deterministic,
+    )
+    columns = max(head_dim, head_dim_v)
+    if columns > 128:  # accumulators of 128 keys do not fit, nor dQ beside two stages of Q and dO
+        config = dataclasses.replace(config, tile_n=64, shared_keys=True, dq_direct=True, ds_stages=1)
+    elif columns <= 64 and not (softcap or alibi):  # whose values beside twice the scores would not fit
+        config = dataclasses.replace(config, tile_m=128, dq_split="rows")
+    config.check()
+    return config
+
+
+def all_forward16_configs() -> list[Fwd16Config]:
+    """A sample of the 16-bit kernels, for ahead-of-use compilation and tests: the common ones, each feature once."""
+    common = [
+        forward16_config(head_dim, head_dim, dtype, causal=causal)
+        for head_dim in (64, 96, 128, 192, 256)
+        for dtype in DTYPE_NAMES.values()
+        for causal in (False, True)
+    ]
+    features = [
+        forward16_config(head_dim, head_dim, "bf16", **{"window": True, feature: True})
+        for head_dim in (64, 128, 256)
+        for feature in ("window", "softcap", "alibi", "sinks")
+    ]
+    others = [
+        forward16_config(192, 128, "bf16", causal=True),
+        forward16_config(40, 72, "fp16"),
+        forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1),
+        forward16_config(64, 64, "bf16", causal=True, seqlen_q=SHORT_QUERIES),
+    ]
+    varlen = [
+        forward16_config(64, 64, "bf16", causal=True, varlen=True),
+        forward16_config(128, 128, "bf16", causal=True, varlen=True),
+        forward16_config(256, 256, "bf16", varlen=True),
+        forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1, varlen=True),
+        forward16_config(256, 256, "bf16", window=True, softcap=True, alibi=True, sinks=True, varlen=True),
+    ]
+    return list(dict.fromkeys([*common, *features, *others, *varlen]))
+
+
+def tile16_table() -> list[dict[str, object]]:
+    """Tiles by head_dim (of Q, K and V alike) and mask, one flat dict each, for printing and for tests."""
+    rows: list[dict[str, object]] = []
+    for head_dim, causal in itertools.product(HEAD_DIMS_16BIT, (False, True)):
+        config = forward16_config(head_dim, head_dim, "bf16", causal=causal)
+        rows.append(
+            {
+                "head_dim": head_dim,
+                "causal": causal,
+                "tile_m": config.tile_m,
+                "tile_n": config.tile_n,
+                "kv_stages": config.kv_stages,
+                "q_stages": config.q_stages,
+                "o_in_q": config.o_in_q,
+                "smem_bytes": config.smem_bytes,
+            }
+        )
+    return rows
+
+
+def all_backward16_configs() -> list[Bwd16Config]:
+    """A sample of the 16-bit backward, as `all_forward16_configs`."""
+    common = [
+        backward16_config(head_dim, head_dim, dtype, causal=causal)
+        for head_dim in (64, 128, 256)
+        for dtype, causal in (("bf16", False), ("bf16", True), ("fp16", True))
+    ]
+    features = [
+        backward16_config(head_dim, head_dim, "bf16", **{feature: True})
+        for head_dim in (64, 128, 256)
+        for feature in ("window", "softcap", "alibi", "deterministic")
+    ]
+    every = {"window": True, "softcap": True, "alibi": True, "deterministic": True}
+    others = [backward16_config(head_dim, head_dim, "fp16", **every) for head_dim in (64, 128, 256)]
+    others += [backward16_config(192, 128, "bf16", causal=True), backward16_config(40, 72, "bf16")]
+    return list(dict.fromkeys([*common, *features, *others]))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Plan
+# ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -129,7 +423,7 @@ def make_plan16(problem: Problem16, config: Fwd16Config | None, backend: str) ->
     if backend == "reference":
         chosen, why = backend, "backend 'reference' was asked for"
     else:
-        chosen, why = _choose_backend(problem.capability, backend)
+        chosen, why = choose_backend(problem.capability, backend)
     reasons = [why]
     if config is not None:
         again, choices = forward16_choice(

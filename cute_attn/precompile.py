@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from cute_attn import cache, dispatch, plan
+from cute_attn import cache, dispatch, plan, plan16, tiles
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelConfig
 from cute_attn.dispatch import EXACT
@@ -55,7 +55,7 @@ class ModelShapes:
     sinks: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in plan.DTYPE_NAMES:
+        if self.dtype not in tiles.DTYPE_NAMES:
             raise TypeError(f"dtype is {self.dtype}; allowed: torch.float16, torch.bfloat16")
 
 
@@ -99,7 +99,7 @@ def model_shapes(model: Any) -> ModelShapes:
         heads_k=heads_q if rotary is not None else getattr(config, "num_key_value_heads", None) or heads_q,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        dtype=dtype if dtype in plan.DTYPE_NAMES else torch.bfloat16,
+        dtype=dtype if dtype in tiles.DTYPE_NAMES else torch.bfloat16,
         causal=_is_causal(config),
         windows=windows,
         softcap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
@@ -133,14 +133,14 @@ def kernels(
         TypeError, ValueError: an unknown precision, or shapes for which there is no kernel.
     """
     found: dict[KernelConfig, None] = {}
-    dtype = plan.DTYPE_NAMES[shapes.dtype]
+    dtype = tiles.DTYPE_NAMES[shapes.dtype]
     for asked in precisions:
         precision = dispatch.check_options(asked, "auto", "error")
         for window in shapes.windows:
             for seqlen, cuts in _lengths(seqlens, window[0]):
                 causal = shapes.causal and seqlen > 1
                 if precision == EXACT or cuts or shapes.softcap > 0 or shapes.sinks:
-                    config = plan.forward16_config(
+                    config = plan16.forward16_config(
                         shapes.head_dim,
                         shapes.head_dim_v,
                         dtype,

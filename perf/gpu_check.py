@@ -38,9 +38,9 @@ def small() -> None:
     from cute_attn import launch
     from cute_attn.compile import compile_kernel
     from cute_attn.launch import launch_forward, launch_quantize, launch_transpose_v
-    from cute_attn.plan import forward_config, quantize_config, transpose_config
     from cute_attn.quantize import PRESETS, QuantizedQKV, Rotary, permute_v, quantize_reference
     from cute_attn.reference import attention
+    from cute_attn.tiles import forward_config, quantize_config, transpose_config
 
     def on_gpu(qkv: QuantizedQKV) -> QuantizedQKV:
         parts = {field.name: getattr(qkv, field.name) for field in fields(qkv)}

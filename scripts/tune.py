@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cute_attn.kernels.config import FwdConfig
-from cute_attn.plan import forward_config
+from cute_attn.tiles import forward_config
 
 E4M3, INT8 = "e4m3", "int8"
 

@@ -36,7 +36,7 @@ def _run(name: str, recipe_name: str, rotary: str, tokens: list[int], turn: Any)
     os.environ["CUTE_ATTN_DISABLE_DISK_CACHE"] = "1"
     import torch
 
-    from cute_attn import launch, plan
+    from cute_attn import launch, tiles
     from cute_attn.compile import compile_kernel
     from cute_attn.kernels.any import quantize, rows
     from cute_attn.quantize import PRESETS, Rotary, quantize_reference
@@ -45,7 +45,7 @@ def _run(name: str, recipe_name: str, rotary: str, tokens: list[int], turn: Any)
         module, attribute = constant.split(".")
         setattr({"rows": rows, "quantize": quantize}[module], attribute, value)
     recipe, lines = PRESETS[recipe_name], []
-    configs = [replace(plan.quantize_config(recipe, *dims, "bf16"), rotary=rotary) for dims in DIMS]
+    configs = [replace(tiles.quantize_config(recipe, *dims, "bf16"), rotary=rotary) for dims in DIMS]
     for config in configs:
         compile_kernel(config)
 

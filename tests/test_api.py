@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_attn
 from cute_attn import Fp8Recipe, QuantizedQKV, api
-from cute_attn.plan import transpose_config
 from cute_attn.quantize import PRESETS, permute_v, quantize_reference
 from cute_attn.reference import attention
+from cute_attn.tiles import transpose_config
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 

@@ -24,7 +24,7 @@ from cute_attn import flash, reference
 from cute_attn.bench import __main__ as cli
 from cute_attn.bench import cases, figures, lengths, overhead, peers, record, report, timing
 from cute_attn.kernels.config import FwdConfig, QuantizeConfig
-from cute_attn.plan import forward16_config
+from cute_attn.plan16 import forward16_config
 
 CASE = cases.Case(batch=2, seqlen_q=200, seqlen_k=200, heads_q=4, heads_k=2, head_dim=64, causal=True)
 FWD = FwdConfig(128, 128, 128, 256, 2, "e4m3", "code", True, "bf16")

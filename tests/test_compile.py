@@ -1,6 +1,6 @@
 """A sample of the kernels compiles for sm_90a, and their code keeps the limits. Needs no GPU.
 
-`plan.all_forward_configs` says what is sampled. The compilations run once for all tests, in two processes:
+`tiles.all_forward_configs` says what is sampled. The compilations run once for all tests, in two processes:
 about five minutes on two cores.
 """
 
@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 
-from cute_attn import cache, decode_plan, plan
+from cute_attn import cache, decode_plan, plan, plan16, tiles
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelFigures
 from cute_attn.kernels.config import HEAD_DIMS, HEAD_DIMS_16BIT, SMEM_LIMIT, FwdConfig, QuantizeConfig
 from cute_attn.problem import Problem
 from cute_attn.quantize import PRESETS
 
-FORWARD, QUANTISE = plan.all_forward_configs(), plan.all_quantize_configs()
+FORWARD, QUANTISE = tiles.all_forward_configs(), tiles.all_quantize_configs()
 
 Figures = Callable[[FwdConfig | QuantizeConfig], KernelFigures]
 
@@ -97,7 +97,7 @@ def test_configurations_are_the_sample() -> None:
     assert len(set(configs)) == len(configs) and set(configs) == {
         *FORWARD,
         *QUANTISE,
-        *plan.all_forward16_configs(),
+        *plan16.all_forward16_configs(),
         *decode_plan.all_decode_configs(),
     }
 
@@ -129,14 +129,14 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_compiled", {})
 
 
-CONFIG = plan.transpose_config(64)  # the quickest to compile
+CONFIG = tiles.transpose_config(64)  # the quickest to compile
 
 
 def test_memory_comes_first(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(compiler, "_load_or_build", lambda config: calls.append(config) or print)
     assert compiler.compile_kernel(CONFIG) is print
-    assert compiler.compile_kernel(plan.transpose_config(64)) is print  # equal, not the same
+    assert compiler.compile_kernel(tiles.transpose_config(64)) is print  # equal, not the same
     assert calls == [CONFIG]
     monkeypatch.setattr(cache, "COMPILE_LOCK", None)  # known kernels take no lock
     assert compiler.compile_kernel(CONFIG) is print
@@ -168,7 +168,7 @@ def test_failed_compilations_are_not_remembered(fresh: None, cache_folder: Path)
 # A process of its own, without a GPU and without CUDA tensors: gets a kernel and calls it with CPU tensors.
 PROCESS = """
 import time
-from cute_attn import compile as compiler, plan
+from cute_attn import compile as compiler, tiles
 import cutlass.cute, torch
 from cute_attn.kernels.operands import Layout
 
@@ -191,11 +191,11 @@ except ValueError as error:
     print(error)
 """
 TRANSPOSE = (
-    "plan.transpose_config(64)",
+    "tiles.transpose_config(64)",
     "[torch.zeros(1, 16, 1, 64).to(f8), torch.zeros(1, 1, 64, 16).to(f8)]",
 )
 ATTEND = (
-    "plan.forward_config(64, 64, 'e4m3', False, 'ex2', 'fp16')",
+    "tiles.forward_config(64, 64, 'e4m3', False, 'ex2', 'fp16')",
     "[torch.zeros(1, 16, 1, 64).half(), 0, 0, 0, Layout(*[0] * len(Layout._fields)), 0.125, 0.125, 132, 1]"
     " + [None] * 5",
 )
@@ -236,10 +236,10 @@ def test_command_fills_the_cache(
     """Two of the four kernels that the default recipe wants for one head_dim and dtype, and again from disk."""
     wanted = compiler._chosen(["default"], [(64, 64)], ["bf16"], [1])
     assert [config.name for config in wanted] == [
-        plan.quantize_config(PRESETS["default"], 64, 64, "bf16").name,
-        plan.forward_config(64, 64, "int8", False, "code", "bf16").name,
-        plan.forward_config(64, 64, "int8", True, "code", "bf16").name,
-        plan.transpose_config(64).name,
+        tiles.quantize_config(PRESETS["default"], 64, 64, "bf16").name,
+        tiles.forward_config(64, 64, "int8", False, "code", "bf16").name,
+        tiles.forward_config(64, 64, "int8", True, "code", "bf16").name,
+        tiles.transpose_config(64).name,
     ]
     monkeypatch.setattr(compiler, "_chosen", lambda *args: [wanted[0], wanted[3]])
     for _ in range(2):
@@ -253,9 +253,9 @@ def test_chosen_kernels_are_those_that_plans_name() -> None:
     """For every preset, head_dim, pair of them, dtype, mask, number of queries and of query heads of a key head."""
     pairs = [(192, 128), *((d, d) for d in HEAD_DIMS)]
     chosen = set(compiler._chosen(list(PRESETS), pairs, ["bf16", "fp16"], [1, 8]))
-    planned: set[Any] = {plan.transpose_config(head_dim_v) for _, head_dim_v in pairs}
+    planned: set[Any] = {tiles.transpose_config(head_dim_v) for _, head_dim_v in pairs}
     some = itertools.product(
-        plan.DTYPE_NAMES, (False, True), (1, 8), (3, 260, 4096)
+        tiles.DTYPE_NAMES, (False, True), (1, 8), (3, 260, 4096)
     )  # packed, both, in clusters
     for (head_dim, head_dim_v), recipe, rest in itertools.product(pairs, PRESETS.values(), some):
         dtype, causal, heads_k, queries = rest
@@ -270,7 +270,7 @@ def test_chosen_16_bit_kernels_are_those_that_plans_name() -> None:
     features = [frozenset[str](), frozenset({"softcap"}), frozenset({"alibi", "sinks"})]
     chosen = set(compiler._chosen16(pairs, ["bf16", "fp16"], compiler.MASKS, features, [1, 8]))
     planned = {
-        plan.forward16_config(
+        plan16.forward16_config(
             *pair,
             dtype,
             causal=mask == "causal",
@@ -295,7 +295,7 @@ def test_command_takes_both_precisions(cache_folder: Path, monkeypatch: pytest.M
 
     def chosen(*args: Any) -> list[Any]:
         seen.append(args)
-        return [plan.transpose_config(64)]
+        return [tiles.transpose_config(64)]
 
     monkeypatch.setattr(compiler, "_chosen", chosen)
     monkeypatch.setattr(compiler, "_chosen16", chosen)
@@ -330,7 +330,7 @@ def test_command_takes_any_head_dim(
 
     def chosen(*args: Any) -> list[Any]:
         seen.extend(args)
-        return [plan.transpose_config(64)]
+        return [tiles.transpose_config(64)]
 
     monkeypatch.setattr(compiler, "_chosen", chosen)
     assert compiler.main(["--head-dim", text, "--pack-gqa", "1,8", "--jobs", "1"]) == 0

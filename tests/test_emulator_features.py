@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rounding_bounds import check_lse
 from torch import Tensor
 
 from cute_attn.emulator import emulate_forward
@@ -155,3 +156,42 @@ def test_a_scale_of_any_sign_is_exact() -> None:
     codes.q.view(torch.uint8)[0, 0, 0, 0] = 0xFF
     for scale in (-1.0, 0.0):
         assert bool(with_positive_scale(codes, scale)[0].q.float().isnan().any())
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The bounds of lse that tests of the kernel go by
+# ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [(), ("window",), tuple(side())], ids="-".join)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bounds_of_lse(recipe: str, names: tuple[str, ...]) -> None:
+    """The emulator with the tensor core's sums stands for the kernel: it keeps the bounds, and mistakes do not."""
+    options = {name: value for name, value in side().items() if name in names}
+    scale = HEAD_DIM**-0.5
+    twice = {name: value for name, value in options.items() if name != "sinks"}
+    for name in ("softcap", "alibi_slopes"):
+        if name in twice:
+            twice[name] = 2 * twice[name]
+    for seqlen_q, seqlen_k in ((70, 333), (150, 60), (1, 200), (1, 1)):
+        qkv = operands(recipe, seqlen_q, seqlen_k)
+        exact = exact_attention(qkv, scale, **options)[1]
+        doubled = exact_attention(qkv, 2 * scale, **twice)[1]
+        emulated, lse = (
+            emulate_forward(qkv, softmax_scale=scale, accumulator=accumulator, **options)[1]
+            for accumulator in ("fp32", "hopper")
+        )
+        about = (exact, doubled, RECIPES[recipe].qk_dtype, "here")
+        check_lse(lse, emulated, *about)
+        seen = (doubled != -math.inf).nonzero()
+        row = tuple(seen[-1].tolist())
+        for wrong in (0.3, math.nan):  # of one row
+            moved = lse.clone()
+            moved[row] += wrong
+            with pytest.raises(AssertionError, match=r"lse is off .* at \(batch, head, row\)"):
+                check_lse(moved, emulated, *about)
+        if len(seen) > 1000 and recipe == "accurate":  # a little, of all rows
+            with pytest.raises(AssertionError, match="differs from the emulator's"):
+                check_lse(lse + 8e-3, emulated, *about)
+    empty = torch.full((1, 1, 3), -math.inf)
+    check_lse(empty, empty, empty.double(), empty.double(), "int8", "here")

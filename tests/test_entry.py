@@ -18,9 +18,9 @@ from cute_attn import launch
 from cute_attn.kernels.config import FwdConfig, QuantizeConfig
 from cute_attn.kernels.entry import FwdEntry, QuantizeEntry
 from cute_attn.kernels.operands import Layout
-from cute_attn.plan import forward_config, quantize_config
 from cute_attn.problem import Features
 from cute_attn.quantize import PRESETS, Fp8Recipe, from_fp8, mean_chunks
+from cute_attn.tiles import forward_config, quantize_config
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HOST = cute.AddressSpace.generic

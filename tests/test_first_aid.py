@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import ModelShapes, compile, doctor, is_supported, model_shapes, plan, precompile, selftest
+from cute_attn import ModelShapes, compile, doctor, is_supported, model_shapes, plan16, precompile, selftest
 from cute_attn.kernels.config import Fwd16Config
 
 # --- is_supported
@@ -246,7 +246,7 @@ def test_kernels_are_those_that_calls_use() -> None:
     shapes = ModelShapes(8, 2, 128, 128)
     configs = precompile.kernels(shapes, ["bf16", "accurate"])
     for seqlen in (1, 16, 200, 700, 5000):
-        wanted = plan.forward16_config(128, 128, "bf16", causal=seqlen > 1, group=4, seqlen_q=seqlen)
+        wanted = plan16.forward16_config(128, 128, "bf16", causal=seqlen > 1, group=4, seqlen_q=seqlen)
         assert wanted in configs
     assert len(configs) == len(set(configs))
     assert sum(isinstance(config, Fwd16Config) for config in configs) < len(configs)
@@ -330,7 +330,7 @@ def test_compile_command_takes_a_model(
 
 
 def test_compile_command_takes_the_16bit_kernel() -> None:
-    configs = compile._chosen(["bf16"], [(64, 64)], ["fp16"], [1, 8])
+    configs = compile._chosen16([(64, 64)], ["fp16"], ["full", "causal"], [frozenset()], [1, 8])
     assert all(isinstance(config, Fwd16Config) for config in configs)
     for seqlen, causal, group in ((1, False, 8), (4096, True, 8), (4096, False, 1)):
-        assert plan.forward16_config(64, 64, "fp16", causal=causal, group=group, seqlen_q=seqlen) in configs
+        assert plan16.forward16_config(64, 64, "fp16", causal=causal, group=group, seqlen_q=seqlen) in configs

@@ -23,7 +23,6 @@ from cute_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
-    plan,
     plan16,
 )
 from cute_attn.compile import KernelFigures
@@ -33,7 +32,7 @@ from cute_attn.kernels.config import (
     Fwd16Config,
     swizzle_columns,
 )
-from cute_attn.plan import forward16_config
+from cute_attn.plan16 import forward16_config
 from cute_attn.reference import attention
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -374,14 +373,14 @@ def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sample_of_kernels_has_each_feature() -> None:
-    configs = plan.all_forward16_configs()
+    configs = plan16.all_forward16_configs()
     assert len(set(configs)) == len(configs) == len({config.name for config in configs})
     for feature in ("causal", "window", "softcap", "alibi", "sinks", "o_in_q"):
         assert {getattr(config, feature) for config in configs} == {False, True}
 
 
 def test_tile_table() -> None:
-    table = {(row["head_dim"], row["causal"]): row for row in plan.tile16_table()}
+    table = {(row["head_dim"], row["causal"]): row for row in plan16.tile16_table()}
     assert len(table) == 2 * len(HEAD_DIMS_16BIT)
     sizes = [
         (table[d, c]["tile_m"], table[d, c]["tile_n"]) for d in (64, 96, 128, 256) for c in (False, True)
@@ -455,7 +454,7 @@ def test_names_tell_configurations_apart() -> None:
 # --- compiled code
 
 SAMPLE = [
-    *plan.all_forward16_configs(),
+    *plan16.all_forward16_configs(),
     forward16_config(256, 256, "bf16", window=True, softcap=True, alibi=True, sinks=True),
     replace(forward16_config(128, 128, "bf16", causal=True), overlap=False, pingpong=False, cluster=2),
     forward16_config(72, 40, "bf16", group=4, seqlen_q=1),

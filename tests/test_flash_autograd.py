@@ -22,13 +22,13 @@ from cute_attn import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_autograd,
-    plan,
+    plan16,
 )
 from cute_attn.compile import KernelFigures
 from cute_attn.flash import masked_scores, reference
 from cute_attn.flash_backward import reference_backward
 from cute_attn.kernels.config import HEAD_DIMS_16BIT, REGISTERS_PER_SM, SMEM_LIMIT, Bwd16Config
-from cute_attn.plan import backward16_config
+from cute_attn.plan16 import backward16_config
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FORWARD = torch.ops.cute_attn.flash_attn_forward.default
@@ -345,7 +345,7 @@ def test_impossible_configurations(changed: dict[str, Any], message: str) -> Non
 
 
 def test_names_tell_configurations_apart() -> None:
-    configs = plan.all_backward16_configs()
+    configs = plan16.all_backward16_configs()
     assert len({config.name for config in configs}) == len(configs) == len(set(configs))
     good = backward16_config(128, 128, "bf16")
     changes: list[dict[str, Any]] = [
@@ -362,7 +362,7 @@ def test_names_tell_configurations_apart() -> None:
 
 # --- compiled code
 
-SAMPLE = plan.all_backward16_configs()
+SAMPLE = plan16.all_backward16_configs()
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from cute_attn import (
 from cute_attn.flash import masked_scores, reference
 from cute_attn.flash_backward import reference_backward
 from cute_attn.kernels.config import Bwd16Config, Fwd16Config
-from cute_attn.plan import backward16_config, forward16_config
+from cute_attn.plan16 import backward16_config, forward16_config
 
 pytestmark = pytest.mark.gpu
 

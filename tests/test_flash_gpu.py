@@ -17,7 +17,7 @@ from torch import Tensor
 from cute_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, launch
 from cute_attn.flash import reference
 from cute_attn.kernels.config import Fwd16Config
-from cute_attn.plan import forward16_config
+from cute_attn.plan16 import forward16_config
 
 pytestmark = pytest.mark.gpu
 

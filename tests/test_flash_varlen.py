@@ -29,7 +29,7 @@ from cute_attn import (
 from cute_attn.flash_varlen import reference_varlen
 from cute_attn.kernels.common.varlen import one_batch, ragged, ragged_coord, unit_of_sequence
 from cute_attn.kernels.config import Fwd16Config
-from cute_attn.plan import forward16_config
+from cute_attn.plan16 import forward16_config
 
 BF16, FP16 = torch.bfloat16, torch.float16
 HOST = cute.AddressSpace.generic

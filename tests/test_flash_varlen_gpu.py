@@ -25,7 +25,7 @@ from cute_attn import (
 )
 from cute_attn.flash_varlen import reference_varlen
 from cute_attn.kernels.config import Fwd16Config
-from cute_attn.plan import forward16_config
+from cute_attn.plan16 import forward16_config
 
 pytestmark = pytest.mark.gpu
 

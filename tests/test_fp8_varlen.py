@@ -26,9 +26,9 @@ from cute_attn.kernels.config import (
     QuantizeConfig,
 )
 from cute_attn.launch_varlen import VarlenAttention, first_slot, slots
-from cute_attn.plan import forward_config, quantize_config
 from cute_attn.problem import Features
 from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV, mean_chunks, quantize_reference
+from cute_attn.tiles import forward_config, quantize_config
 
 BF16 = torch.bfloat16
 LENGTHS = ((0, 0), (5, 300), (64, 0), (70, 40), (0, 9), (33, 257), (1, 1), (0, 0))

@@ -24,9 +24,9 @@ from cute_attn.flash import reference
 from cute_attn.flash_varlen import reference_varlen
 from cute_attn.kernels.config import V_SCALE_GROUP, FwdConfig
 from cute_attn.launch_varlen import VarlenAttention, first_slot
-from cute_attn.plan import DTYPE_NAMES, forward_config, quantize_config
 from cute_attn.problem import Features
 from cute_attn.quantize import PRESETS, Fp8Recipe, quantize_reference
+from cute_attn.tiles import DTYPE_NAMES, forward_config, quantize_config
 
 pytestmark = pytest.mark.gpu
 

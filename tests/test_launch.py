@@ -15,7 +15,6 @@ from torch import Tensor
 from cute_attn import launch
 from cute_attn.kernels.config import K_SCALE_PAD, QUANTIZE_ROWS_LIMIT, FwdConfig, QuantizeConfig
 from cute_attn.kernels.operands import Layout
-from cute_attn.plan import forward_config, quantize_config, transpose_config
 from cute_attn.quantize import (
     PRESETS,
     Fp8Recipe,
@@ -26,6 +25,7 @@ from cute_attn.quantize import (
     mean_key,
     permute_v,
 )
+from cute_attn.tiles import forward_config, quantize_config, transpose_config
 
 SHAPE = (2, 130, 333, 4, 2, 64)  # batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

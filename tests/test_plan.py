@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_attn import plan
+from cute_attn import plan, plan16, tiles
 from cute_attn.kernels.config import HEAD_DIMS, REGISTERS_PER_SM, SMEM_LIMIT, FwdConfig
 from cute_attn.plan import Plan, make_plan
 from cute_attn.problem import Problem, device_capability
@@ -81,7 +81,7 @@ PROBLEMS = st.builds(
 
 def test_print_the_tile_table() -> None:
     """Run with -s to see it."""
-    rows = plan.tile_table([(192, 128), *((d, d) for d in HEAD_DIMS)])
+    rows = tiles.tile_table([(192, 128), *((d, d) for d in HEAD_DIMS)])
     columns = [name for name in rows[0] if name != "why"]
     widths = {name: max(len(name), *(len(str(row[name])) for row in rows)) for name in columns}
     print()
@@ -91,27 +91,27 @@ def test_print_the_tile_table() -> None:
     names = ("head_dim", "head_dim_v", "qk_dtype", "causal", "p_rounding", "seqlen_k")
     assert len(rows) == len({tuple(row[name] for name in names) for row in rows})
     assert sum(row["seqlen_k"] == math.inf for row in rows) == 16 * len(KEYS)
-    short = {(row["head_dim"], row["head_dim_v"]) for row in rows if row["seqlen_k"] == plan.SHORT_KEYS}
+    short = {(row["head_dim"], row["head_dim_v"]) for row in rows if row["seqlen_k"] == tiles.SHORT_KEYS}
     assert short == {(d, d) for d in HEAD_DIMS if d <= 128}
 
 
 def test_every_pair_of_head_dims_has_a_kernel_that_can_be_built() -> None:
     """The first row that is wide enough serves, and no row is in vain."""
-    used: dict[plan.Tile, int] = {}
+    used: dict[tiles.Tile, int] = {}
     lengths = (1, 1024, 1025, math.inf)
     for (head_dim, head_dim_v), key, window, seqlen_k in itertools.product(
         PAIRS, KEYS, (False, True), lengths
     ):
         if window and key[1]:
             continue  # a window is not causal
-        config = plan.forward_config(head_dim, head_dim_v, *key, "bf16", seqlen_k=seqlen_k, window=window)
+        config = tiles.forward_config(head_dim, head_dim_v, *key, "bf16", seqlen_k=seqlen_k, window=window)
         config.check()
         assert sum(config.pv_parts) == head_dim_v
-        tile = plan.find_tile(head_dim, head_dim_v, *key, seqlen_k, window)
+        tile = tiles.find_tile(head_dim, head_dim_v, *key, seqlen_k, window)
         used[tile] = used.get(tile, 0) + 1
         wide_enough = [
             other
-            for other in plan.TILES
+            for other in tiles.TILES
             if other.head_dim >= head_dim
             and other.head_dim_v >= head_dim_v
             and other.serves(other.head_dim, other.head_dim_v, *key, seqlen_k, window)
@@ -122,7 +122,7 @@ def test_every_pair_of_head_dims_has_a_kernel_that_can_be_built() -> None:
         assert tile.seqlen_k < math.inf or all(
             tile.head_dim * tile.head_dim_v <= other.head_dim * other.head_dim_v for other in wide_enough
         )
-    assert set(used) == set(plan.TILES)
+    assert set(used) == set(tiles.TILES)
 
 
 @pytest.mark.parametrize(
@@ -141,25 +141,25 @@ def test_every_pair_of_head_dims_has_a_kernel_that_can_be_built() -> None:
     ],
 )
 def test_classes_of_head_dims(head_dims: tuple[int, int], tile: tuple[int, int, int, list[int]]) -> None:
-    config = plan.forward_config(*head_dims, "int8", False, "code", "bf16")
+    config = tiles.forward_config(*head_dims, "int8", False, "code", "bf16")
     assert (config.tile_m, config.tile_n, config.kv_stages, sorted(config.pv_parts)) == tile
 
 
 def test_int8_has_no_cast_without_lift() -> None:
     for (head_dim, head_dim_v), causal in itertools.product(PAIRS, (False, True)):
-        plan.forward_config(head_dim, head_dim_v, "e4m3", causal, "cast", "bf16").check()
+        tiles.forward_config(head_dim, head_dim_v, "e4m3", causal, "cast", "bf16").check()
         with pytest.raises(KeyError):
-            plan.forward_config(head_dim, head_dim_v, "int8", causal, "cast", "bf16")
+            tiles.forward_config(head_dim, head_dim_v, "int8", causal, "cast", "bf16")
 
 
 @pytest.mark.parametrize("head_dims", [(16, 64), (64, 16), (100, 128), (128, 100), (272, 64), (64, 512)])
 def test_other_head_dims_have_no_kernel(head_dims: tuple[int, int]) -> None:
     with pytest.raises(KeyError):
-        plan.forward_config(*head_dims, "int8", False, "code", "bf16")
+        tiles.forward_config(*head_dims, "int8", False, "code", "bf16")
 
 
 def test_every_choice_of_a_row_reaches_the_kernel() -> None:
-    chosen = {field.name for field in dataclasses.fields(plan.Tile)} & {
+    chosen = {field.name for field in dataclasses.fields(tiles.Tile)} & {
         field.name for field in dataclasses.fields(FwdConfig)
     }
     chosen -= {"head_dim", "head_dim_v", "cluster"}  # the largest that the row serves, not a choice
@@ -167,8 +167,8 @@ def test_every_choice_of_a_row_reaches_the_kernel() -> None:
     features = {"window", "softcap", "alibi", "sinks", "varlen"}
     assert chosen | keys | features == {field.name for field in dataclasses.fields(FwdConfig)}
     for pair, key in itertools.product(PAIRS, KEYS):
-        tile = plan.find_tile(*pair, *key)
-        config = plan.forward_config(*pair, *key, "fp16", pack_gqa=4, cluster=2)
+        tile = tiles.find_tile(*pair, *key)
+        config = tiles.forward_config(*pair, *key, "fp16", pack_gqa=4, cluster=2)
         assert {name: getattr(config, name) for name in chosen} == {
             name: getattr(tile, name) for name in chosen
         }
@@ -177,7 +177,7 @@ def test_every_choice_of_a_row_reaches_the_kernel() -> None:
         assert (config.out_dtype, config.pack_gqa, config.cluster) == ("fp16", 4, 2)
 
 
-@pytest.mark.parametrize("config", plan.all_forward_configs(), ids=lambda config: config.name)
+@pytest.mark.parametrize("config", tiles.all_forward_configs(), ids=lambda config: config.name)
 def test_forward_configs_keep_the_budgets(config: FwdConfig) -> None:
     config.check()
     assert config.smem_bytes <= SMEM_LIMIT == 232_448
@@ -223,13 +223,13 @@ def test_configs_that_cannot_be_built_are_refused(changed: dict[str, Any], messa
 
 
 def test_rows_say_why() -> None:
-    for tile in plan.TILES:
+    for tile in tiles.TILES:
         assert len(tile.why) > 40, tile
         assert not tile.why.endswith("."), "it becomes part of a list"
 
 
 def test_configs_are_distinct_and_valid() -> None:
-    forward, quantise = plan.all_forward_configs(), plan.all_quantize_configs()
+    forward, quantise = tiles.all_forward_configs(), tiles.all_quantize_configs()
     for config in (*forward, *quantise):
         config.check()
     names = [config.name for config in (*forward, *quantise)]
@@ -240,10 +240,10 @@ def test_configs_are_distinct_and_valid() -> None:
 
 def test_checked_kernels_are_a_sample_of_all() -> None:
     """Each head_dim by itself; each tile row, mask, operand type, rounding; packing in each class."""
-    forward = plan.all_forward_configs()
+    forward = tiles.all_forward_configs()
     assert 80 <= len(forward) <= 140, "a test run compiles them all"
     assert {config.head_dim for config in forward if config.head_dim == config.head_dim_v} == set(HEAD_DIMS)
-    tuned = {(d, *key) for d in plan.TUNED_HEAD_DIMS for key in KEYS}
+    tuned = {(d, *key) for d in tiles.TUNED_HEAD_DIMS for key in KEYS}
     assert tuned <= {
         (c.head_dim, c.qk_dtype, c.causal, c.p_rounding) for c in forward if c.head_dim_v == c.head_dim
     }
@@ -307,14 +307,14 @@ def test_rows_are_packed_where_that_saves_more_than_a_tenth_of_the_tiles(
     alone = -(-seqlen_q // tile_m) * group
     packed = -(-seqlen_q * heads // tile_m) * (group // heads)
     pays = 10 * packed < 9 * alone
-    found, why = plan._choose_pack_gqa(group, seqlen_q, tile_m)
+    found, why = plan.choose_pack_gqa(group, seqlen_q, tile_m)
     assert found == (heads if pays else 1)
     assert why is None or f"{group} query heads share a key head" in why
     assert (why is None) == (not pays) or group % 2  # an odd number is told why not
     eight = make_plan(problem(seqlen_q=seqlen_q, heads_q=group, heads_k=1, head_dim=head_dim), "auto").config
-    sixteen = plan.forward16_config(head_dim, head_dim, "bf16", group=group, seqlen_q=seqlen_q)
+    sixteen = plan16.forward16_config(head_dim, head_dim, "bf16", group=group, seqlen_q=seqlen_q)
     for config in (eight, sixteen):
-        assert config.pack_gqa == plan._choose_pack_gqa(group, seqlen_q, config.tile_m)[0]
+        assert config.pack_gqa == plan.choose_pack_gqa(group, seqlen_q, config.tile_m)[0]
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_emulator_has_the_tiles_of_the_kernel() -> None:
 
 def test_quantiser_modes_follow_the_recipe() -> None:
     def modes(**fields: Any) -> tuple[str, str, str]:
-        config = plan.quantize_config(Fp8Recipe(**fields), 64, 64, "fp16")
+        config = tiles.quantize_config(Fp8Recipe(**fields), 64, 64, "fp16")
         return config.q_mode, config.k_mode, config.v_mode
 
     assert modes() == ("token", "block64", "block")

@@ -7,8 +7,8 @@ import torch
 
 from cute_attn import schedule
 from cute_attn.kernels.config import FwdConfig
-from cute_attn.plan import forward_config
 from cute_attn.schedule import heads_in_turn
+from cute_attn.tiles import forward_config
 
 SMS = 132
 

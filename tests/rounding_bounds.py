@@ -1,0 +1,59 @@
+"""How far the 8-bit forward may be from float64, and from the emulator: what rounding P allows.
+
+lse is that of the sum of rounded P. Key j of weight w_j (the softmax, sum 1) adds w_j e_j to the relative error of the
+sum, and e_j, of P's rounding, has mean 0 and a deviation of 0.032 by code, 0.027 by exp2 and a conversion. So the
+deviation of lse is 0.032 sqrt(sum of w_j^2): it shrinks as 1 / sqrt(keys), and is that of one key where a few keys have
+the weight. With r_j the scores, the sum of w_j^2 is exp(lse of 2 r - 2 lse of r). (Keys of equal scores share an e: the
+bound is not for hundreds of them.)
+
+The emulator rounds the same P. What a kernel adds are ties: the tensor core sums e4m3 products to about 14 bits, which
+moves a score by hundredths of a code, and so one key in a hundred to the next code. Products of int8 are exact. So the
+largest error of a few rows is no bound for that of the same rows elsewhere; what a row's own weights allow is. The rms
+error of many rows is nearly that of the emulator, that of a few rows is not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+P_DEVIATION = 0.032
+DEVIATIONS = 6.0  # of a row at most, of thousands
+REST = 2e-3  # what scores and the sum on the tensor core add
+# Root mean square of what a kernel may differ from the emulator by, in deviations of lse; of one row `OF_ONE` more.
+TIES = {"int8": 0.1, "e4m3": 0.5}
+OF_ONE = 2.0
+
+
+def error_ratio(qk_dtype: str, rows: int) -> float:
+    """Rms error of the output over `rows` rows, at most, relative to the emulator's."""
+    return 1.1 if qk_dtype == "int8" else 1.1 + rows**-0.5
+
+
+def check_lse(
+    lse: Tensor, emulated: Tensor, exact: Tensor, doubled: Tensor, qk_dtype: str, where: str
+) -> None:
+    """Every row against its own bound, and all together against the emulator.
+
+    Args:
+        lse: of the kernel; emulated: of the emulator; exact: float64; all (batch, heads_q, seqlen_q).
+        doubled: float64 lse of twice the scores, without sinks; -inf for a row without keys.
+        qk_dtype: "int8" or "e4m3".
+        where: for the message.
+    """
+    seen = doubled != -torch.inf
+    if not bool(seen.any()):
+        return
+    deviation = P_DEVIATION * torch.exp(doubled[seen] / 2 - exact[seen])
+    error = (lse.double() - exact)[seen]
+    allowed = DEVIATIONS * deviation + REST
+    worst = int((error.abs() - allowed).argmax())
+    at = seen.nonzero()[worst].tolist()
+    assert bool((error.abs() <= allowed).all()), (
+        f"{where}: lse is off by {error[worst]:.3e}, {allowed[worst]:.3e} allowed, at (batch, head, row) {at}"
+    )
+    ties = ((lse.double() - emulated.double())[seen].abs() - REST).clamp(min=0.0) / deviation
+    found, limit = ties.square().mean().sqrt().item(), TIES[qk_dtype] + OF_ONE / ties.numel() ** 0.5
+    assert found <= limit, (
+        f"{where}: lse differs from the emulator's by {found:.2f} deviations, {limit:.2f} allowed"
+    )
