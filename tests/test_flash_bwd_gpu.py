@@ -7,9 +7,6 @@ poisoned before every launch: what the kernels do not write stays NaN.
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,11 +20,8 @@ from cute_attn import (
     launch,
     launch_backward,
 )
-from cute_attn.compile import compile_kernel
 from cute_attn.flash import masked_scores, reference
 from cute_attn.flash_backward import reference_backward
-from cute_attn.kernels.config import Bwd16Config, Fwd16Config
-from cute_attn.plan import backward16_config, forward16_config
 
 pytestmark = pytest.mark.gpu
 
@@ -78,63 +72,6 @@ WINDOW = (100, 31)
 
 def masks(features: str) -> dict[str, bool]:
     return {name: name in features for name in ("causal", "window", "softcap", "alibi")}
-
-
-def kernels_of(case: tuple[int, int, torch.dtype, str]) -> list[Fwd16Config | Bwd16Config]:
-    """Those that a case launches at its shapes."""
-    d, v, dtype, features = case
-    found: list[Fwd16Config | Bwd16Config] = []
-    for _, seqlen_q, seqlen_k, heads_q, heads_k in SHAPES:
-        on = masks(features)
-        on["causal"] &= seqlen_q != 1
-        if on["window"]:
-            right = WINDOW[1] < seqlen_q and seqlen_q != 1
-            on["window"] = WINDOW[0] < seqlen_k or right
-        group = heads_q // heads_k
-        options = {**on, "sinks": "sinks" in features, "group": group, "seqlen_q": seqlen_q}
-        found.append(forward16_config(d, v, NAMES[dtype], **options))
-        found.append(backward16_config(d, v, NAMES[dtype], **on, deterministic="deterministic" in features))
-    return found
-
-
-def more_kernels() -> list[Fwd16Config | Bwd16Config]:
-    """Those of the tests that are not of CASES: equal heads, and few."""
-    found: list[Fwd16Config | Bwd16Config] = []
-    for d in (64, 128, 256):
-        for causal in (False, True):
-            found.append(forward16_config(d, d, "bf16", causal=causal, seqlen_q=1000))
-            found += [
-                backward16_config(d, d, "bf16", causal=causal, deterministic=deterministic)
-                for deterministic in (False, True)
-            ]
-    return found
-
-
-def compile_one(config: Fwd16Config | Bwd16Config) -> None:
-    """Compile into the disk cache. A kernel itself does not travel between processes."""
-    compile_kernel(config)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled(request: pytest.FixtureRequest) -> None:
-    """The kernels of the chosen tests, side by side. A failure is left to the test, which compiles it again."""
-    chosen = (
-        [item for item in request.session.items if item.path == request.path]
-        if hasattr(request, "path")
-        else []
-    )
-    chosen = chosen or request.session.items
-    wanted: list[Fwd16Config | Bwd16Config] = []
-    for item in chosen:
-        if "test_flash_bwd_gpu" not in item.nodeid:
-            continue
-        case = getattr(item, "callspec", None)
-        case = case.params.get("case") if case is not None else None
-        wanted += kernels_of(case) if case is not None else more_kernels()
-    workers = min(15, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(compile_one, config) for config in dict.fromkeys(wanted)]:
-            future.exception()
 
 
 class PoisonedTorch:
