@@ -48,10 +48,7 @@ def attend(
     if scale is not None:
         scale = validate.check_number("softmax_scale", scale, "a float or None")
     slopes, sinks = side["alibi_slopes"], side["sinks"]
-    if torch.is_grad_enabled() and isinstance(slopes, Tensor) and slopes.requires_grad:
-        raise NotImplementedError(
-            "alibi_slopes requires grad, but slopes have no gradient; allowed: alibi_slopes.detach()"
-        )
+    validate.check_no_gradient(alibi_slopes=slopes)
     right = window_size[1] if causal else right  # `causal` says the rest
     return torch.ops.cute_attn.flash_attn_forward(
         q, k, v, slopes, sinks, scale, causal, left, right, softcap, deterministic, backend
