@@ -183,6 +183,8 @@ def fp8_attention(
     ):
         from cute_attn.fp8_autograd import attend
 
+        if not traced and call is None and _launches(plan):
+            _remember(key, _prepare_attention(q, k, plan, softmax_scale))  # so that it is checked once
         out, lse = attend(
             q,
             k,
@@ -200,7 +202,8 @@ def fp8_attention(
         )
         return (out, lse) if return_lse else out
     tables = None if kind == "none" else _check_tables(q, k, rotary)
-    side = _side_tensors(q, alibi_slopes, sinks)
+    plain = alibi_slopes is None and sinks is None
+    side = (None, None) if plain else _side_tensors(q, alibi_slopes, sinks)
     if call is None:
         if not _launches(plan):
             prepare = functools.partial(_reference, q, k, v, plan.recipe, rotary)

@@ -13,7 +13,7 @@ size, in a direction that they have in the forward's output as well.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from cute_attn import validate
 from cute_attn.flash_autograd import _backward  # noqa: F401  # the operator of the gradient
 from cute_attn.problem import device_capability
-from cute_attn.quantize import PRESETS, Fp8Recipe, Rotary, check_rotary, resolve_recipe
+from cute_attn.quantize import Fp8Recipe, Rotary, check_rotary, resolve_recipe
 
 __all__ = ["attend"]
 
@@ -46,7 +46,7 @@ def attend(
 
     Args, Raises: as there; `rotary` is (rotary_cos, rotary_sin, rotary_interleaved).
     """
-    resolve_recipe(recipe)
+    r = resolve_recipe(recipe)
     left, right = validate.check_window_size(window_size)
     if softmax_scale is not None:
         softmax_scale = validate.check_number("softmax_scale", softmax_scale, "a float or None")
@@ -69,7 +69,6 @@ def attend(
         cos,
         sin,
         interleaved,
-        recipe if isinstance(recipe, str) else _text(recipe),
         out_dtype,
         softmax_scale,
         validate.check_causal(causal),
@@ -78,40 +77,24 @@ def attend(
         validate.check_softcap(softcap),
         torch.are_deterministic_algorithms_enabled(),
         backend,
+        *(r.name, r.qk_dtype, r.q_scale, r.k_scale, r.k_block),
+        *(r.v_scale, r.rotation, r.rotation_seed, r.smooth_k, r.p_rounding),
     )
 
 
-def _text(r: Fp8Recipe) -> str:
-    """A recipe as an argument of an operator, by plain means that torch.compile traces; `_recipe` reads it."""
-    qk = f"{r.qk_dtype} {r.q_scale} {r.k_scale} {r.k_block} {r.v_scale}"
-    return f"{qk} {r.rotation} {r.rotation_seed} {int(r.smooth_k)} {r.p_rounding} {r.name}"
-
-
-def _recipe(text: str) -> Fp8Recipe:
-    qk_dtype, q_scale, k_scale, k_block, v_scale, rotation, seed, smooth, p_rounding, name = text.split(
-        " ", 9
-    )
-    fields: dict[str, Any] = {
-        "name": name,
-        "qk_dtype": qk_dtype,
-        "q_scale": q_scale,
-        "k_scale": k_scale,
-        "k_block": int(k_block),
-        "v_scale": v_scale,
-        "rotation": rotation,
-        "rotation_seed": int(seed),
-        "smooth_k": smooth == "1",
-        "p_rounding": p_rounding,
-    }
-    return Fp8Recipe(**fields)
+# Fields of `Fp8Recipe`, in their order.
+_RECIPE: Final = (
+    "str name, str qk_dtype, str q_scale, str k_scale, int k_block, str v_scale, str rotation, int rotation_seed, "
+    "bool smooth_k, str p_rounding"
+)
 
 
 @torch.library.custom_op(
     "cute_attn::fp8_attention_forward",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? sinks, Tensor? rotary_cos, "
-    "Tensor? rotary_sin, bool rotary_interleaved, str recipe, ScalarType? out_dtype, float? softmax_scale, "
-    "bool causal, int left, int right, float softcap, bool deterministic, str backend) -> (Tensor, Tensor)",
+    "Tensor? rotary_sin, bool rotary_interleaved, ScalarType? out_dtype, float? softmax_scale, bool causal, "
+    f"int left, int right, float softcap, bool deterministic, str backend, {_RECIPE}) -> (Tensor, Tensor)",
 )
 def _forward(
     q: Tensor,
@@ -122,7 +105,6 @@ def _forward(
     cos: Tensor | None,
     sin: Tensor | None,
     interleaved: bool,
-    recipe: str,
     out_dtype: torch.dtype | None,
     scale: float | None,
     causal: bool,
@@ -131,6 +113,7 @@ def _forward(
     softcap: float,
     deterministic: bool,
     backend: str,
+    *recipe: Any,
 ) -> tuple[Tensor, Tensor]:
     from cute_attn.api import fp8_attention
 
@@ -139,7 +122,7 @@ def _forward(
             q,
             k,
             v,
-            recipe=recipe if recipe in PRESETS else _recipe(recipe),
+            recipe=Fp8Recipe(*recipe),
             causal=causal,
             softmax_scale=scale,
             window_size=(left, right),
@@ -162,19 +145,19 @@ def _(
     validate.check_inputs(q, k, v)  # so that tracing names a wrong argument
     validate.check_side_tensors(q.shape[0], q.shape[2], q.device, slopes, sinks)
     batch, seqlen_q, heads_q, _ = q.shape
-    out = q.new_empty((batch, seqlen_q, heads_q, v.shape[3]), dtype=options[4] or q.dtype)
+    out = q.new_empty((batch, seqlen_q, heads_q, v.shape[3]), dtype=options[3] or q.dtype)
     return out, q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.interleaved, ctx.options = inputs[7], inputs[10:]
+    ctx.interleaved, ctx.options, ctx.inputs = inputs[7], inputs[9:16], len(inputs)
     ctx.save_for_backward(*inputs[:7], *output)
     ctx.set_materialize_grads(False)  # lse is seldom differentiated
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, slopes, sinks, cos, sin, out, lse = ctx.saved_tensors
-    none = (None,) * (5 + len(ctx.options))
+    none = (None,) * (ctx.inputs - 5)
     if dout is None and dlse is None:
         return (None,) * 5 + none
     dout = torch.zeros_like(out) if dout is None else dout
