@@ -106,6 +106,13 @@ def fp8_attention(
     section 3.3). Softmax and accumulation are float32; neither scores nor probabilities are written to
     memory.
 
+    Where q, k, v or sinks require grad, out and lse are differentiable, once, by the 16-bit backward on the 16-bit q, k
+    and v: rounding to 8 bits counts as the identity (a straight-through estimator). The backward takes out and lse from
+    the 8-bit forward and scores s from 16 bits, so its probabilities exp(s - lse) add up to 1 in a row but for the
+    error of lse, and gradients have an error of the forward's size. Under
+    torch.use_deterministic_algorithms(True) they are the same, bit for bit, in every run. torch.compile traces the call
+    as one operator.
+
     Args:
         q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1; head_dim a multiple of 16
             from 32 to 256. Other strides are free (slices of a fused qkv, transposed views); on the GPU a
@@ -143,35 +150,66 @@ def fp8_attention(
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: a shape, stride, device or value that is not allowed, or "sm90" without a Hopper GPU.
-        NotImplementedError: grad mode is on and an input requires grad (there is no 8-bit backward).
+        NotImplementedError: grad mode is on, and alibi_slopes or a rotary table requires grad, or another input does
+            and out_dtype is not that of q.
     """
     rotary = (rotary_cos, rotary_sin, rotary_interleaved)
     kind = _rotary_kind(*rotary)
     given = (window_size, softcap, alibi_slopes, sinks)
-    asked = _signature(given)
-    options = (
-        recipe,
-        causal,
-        type(causal),
-        softmax_scale,
-        type(softmax_scale),
-        kind,
-        backend,
-        out_dtype,
-        asked,
-    )
-    key, call = _ready_call(q, k, v, options)
+    traced = torch.compiler.is_compiling()
+    if not traced:
+        asked = _signature(given)
+        options = (
+            recipe,
+            causal,
+            type(causal),
+            softmax_scale,
+            type(softmax_scale),
+            kind,
+            backend,
+            out_dtype,
+            asked,
+        )
+        key, call = _ready_call(q, k, v, options)
+        if call is None:
+            plan = _plan_inputs(q, k, v, recipe, causal, backend, out_dtype, kind, given)
+    if traced or (
+        torch.is_grad_enabled()
+        and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (sinks is not None and sinks.requires_grad)
+        )
+    ):
+        from cute_attn.fp8_autograd import attend
+
+        if not traced and call is None and _launches(plan):
+            _remember(key, _prepare_attention(q, k, plan, softmax_scale))  # so that it is checked once
+        out, lse = attend(
+            q,
+            k,
+            v,
+            recipe=recipe,
+            causal=causal,
+            softmax_scale=softmax_scale,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            rotary=rotary,
+            backend=backend,
+            out_dtype=out_dtype,
+        )
+        return (out, lse) if return_lse else out
+    tables = None if kind == "none" else _check_tables(q, k, rotary)
+    plain = alibi_slopes is None and sinks is None
+    side = (None, None) if plain else _side_tensors(q, alibi_slopes, sinks)
     if call is None:
-        plan = _plan_inputs(q, k, v, recipe, causal, backend, out_dtype, kind, given)
-        tables = _check_before(q, k, v, rotary, kind)
-        side = _side_tensors(q, alibi_slopes, sinks)
         if not _launches(plan):
             prepare = functools.partial(_reference, q, k, v, plan.recipe, rotary)
             return _attend(prepare, plan, q.device, softmax_scale, side, return_lse, backend)
         call = _remember(key, _prepare_attention(q, k, plan, softmax_scale))
-    else:
-        tables = _check_before(q, k, v, rotary, kind)
-        side = _side_tensors(q, alibi_slopes, sinks)
     return call(q, k, v, return_lse, tables, *side)
 
 
@@ -243,7 +281,11 @@ def fp8_attention_quantized(
     key, call = _ready_quantized_call(qkv, options)
     plan = None if call is not None else _plan_quantized(qkv, causal, backend, out_dtype, given)
     validate.check_forward_only(
-        q_scale=qkv.q_scale, k_scale=qkv.k_scale, v_scale=qkv.v_scale, q_dot_mean=qkv.q_dot_mean
+        "prepared 8-bit",
+        q_scale=qkv.q_scale,
+        k_scale=qkv.k_scale,
+        v_scale=qkv.v_scale,
+        q_dot_mean=qkv.q_dot_mean,
     )
     side = _side_tensors(qkv.q, alibi_slopes, sinks)
     if call is None:
@@ -343,7 +385,7 @@ def flash_attn_fp8_func(
     """
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     validate.check_fp8_inputs(q, k, v, descales)
-    validate.check_forward_only(q=q, k=k, v=v, **descales)
+    validate.check_forward_only("prepared 8-bit", q=q, k=k, v=v, **descales)
     given = (window_size, softcap, alibi_slopes, sinks)
     # refuse before V is transposed
     validate.check_causal(causal)
@@ -400,12 +442,13 @@ def quantize(
     key, call = _ready_call(q, k, v, (recipe, kind, backend))
     if call is None:
         plan = _plan_inputs(q, k, v, recipe, False, backend, None, kind, _NOTHING)
-        tables = _check_before(q, k, v, rotary, kind)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        validate.check_forward_only("prepared 8-bit", q=q, k=k, v=v)
+    tables = None if kind == "none" else _check_tables(q, k, rotary)
+    if call is None:
         if not _launches(plan):
             return _reference(q, k, v, plan.recipe, rotary)
         call = _remember(key, _prepare_quantize(q, k, plan))
-    else:
-        tables = _check_before(q, k, v, rotary, kind)
     return call(q, k, v, tables)
 
 
@@ -563,10 +606,14 @@ def _check_features(q: Tensor, given: _Given) -> Features:
 def _side_tensors(
     q: Tensor, alibi_slopes: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Checked slopes as (batch, heads_q), and the sinks; in every call, as it is no matter of shapes: no gradients."""
+    """Checked slopes as (batch, heads_q), and the sinks; in every call, as it is no matter of shapes: no gradients.
+
+    `fp8_attention` has taken another way for sinks that require grad.
+    """
     if alibi_slopes is None and sinks is None:
         return None, None
-    validate.check_forward_only(alibi_slopes=alibi_slopes, sinks=sinks)
+    validate.check_no_gradient(alibi_slopes=alibi_slopes)
+    validate.check_forward_only("prepared 8-bit", sinks=sinks)
     return None if alibi_slopes is None else alibi_slopes.expand(q.shape[0], q.shape[2]), sinks
 
 
@@ -580,14 +627,10 @@ def _rotary_kind(rotary_cos: object, rotary_sin: object, rotary_interleaved: obj
     return "interleaved" if rotary_interleaved else "half"
 
 
-def _check_before(q: Tensor, k: Tensor, v: Tensor, rotary: _RotaryArguments, kind: str) -> Rotary | None:
-    """What every call checks, whatever is known of its shapes: no gradients, and the tables of an embedding."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        validate.check_forward_only(q=q, k=k, v=v)
-    if kind == "none":
-        return None
+def _check_tables(q: Tensor, k: Tensor, rotary: _RotaryArguments) -> Rotary | None:
+    """The tables of an embedding, checked; in every call, as no key holds them."""
     tables = check_rotary(q, k, *rotary)
-    validate.check_forward_only(rotary_cos=rotary[0], rotary_sin=rotary[1])
+    validate.check_no_gradient(rotary_cos=rotary[0], rotary_sin=rotary[1])
     return tables
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from cute_attn import flash, validate
 from cute_attn.flash_backward import reference_backward
+from cute_attn.kernels.config import Bwd16Config, Fwd16Config
+from cute_attn.plan16 import backward16_config
 
-__all__ = ["attend", "backward"]
+__all__ = ["attend", "backward", "backward_config"]
 
 _OPTIONS: Final = (
     "Tensor? alibi_slopes, Tensor? sinks, float? softmax_scale, bool causal, int left, int right, float softcap, "
@@ -48,10 +50,7 @@ def attend(
     if scale is not None:
         scale = validate.check_number("softmax_scale", scale, "a float or None")
     slopes, sinks = side["alibi_slopes"], side["sinks"]
-    if torch.is_grad_enabled() and isinstance(slopes, Tensor) and slopes.requires_grad:
-        raise NotImplementedError(
-            "alibi_slopes requires grad, but slopes have no gradient; allowed: alibi_slopes.detach()"
-        )
+    validate.check_no_gradient(alibi_slopes=slopes)
     right = window_size[1] if causal else right  # `causal` says the rest
     return torch.ops.cute_attn.flash_attn_forward(
         q, k, v, slopes, sinks, scale, causal, left, right, softcap, deterministic, backend
@@ -137,18 +136,8 @@ def backward(
         )
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
     from cute_attn.launch_backward import launch_backward16
-    from cute_attn.plan16 import backward16_config
 
-    config = backward16_config(
-        plan.config.head_dim,
-        plan.config.head_dim_v,
-        plan.config.dtype,
-        causal=plan.config.causal,
-        window=plan.config.window,
-        softcap=plan.config.softcap,
-        alibi=plan.config.alibi,
-        deterministic=deterministic,
-    )
+    config = backward_config(plan.config, deterministic)
     loadable = (*plan.loadable, flash._loadable(out), dout.stride(3) == 1 and flash._loadable(dout))
     q, k, v, out, dout = (
         flash._loaded(x, fits) for x, fits in zip((q, k, v, out, dout), loadable, strict=True)
@@ -168,6 +157,20 @@ def backward(
         alibi_slopes=slopes,
     )
     return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, lse, d)
+
+
+def backward_config(forward: Fwd16Config, deterministic: bool = False) -> Bwd16Config:
+    """The backward of what `forward` computes."""
+    return backward16_config(
+        forward.head_dim,
+        forward.head_dim_v,
+        forward.dtype,
+        causal=forward.causal,
+        window=forward.window,
+        softcap=forward.softcap,
+        alibi=forward.alibi,
+        deterministic=deterministic,
+    )
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, d: Tensor) -> Tensor:

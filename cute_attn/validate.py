@@ -361,3 +361,18 @@ def check_forward_only(kind: str = "8-bit", /, **tensors: Tensor | None) -> None
                 f"{name} requires grad, but {kind} attention has no backward; allowed: a call under "
                 f"torch.no_grad(), or {name}.detach()"
             )
+
+
+def check_no_gradient(**tensors: Tensor | None) -> None:
+    """Refuse arguments that autograd would want a gradient for and that have none, in a function that has others.
+
+    Raises:
+        NotImplementedError: grad mode is on and a tensor requires grad.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise NotImplementedError(
+                f"{name} requires grad, but there is no gradient of it; allowed: {name}.detach()"
+            )

@@ -565,9 +565,10 @@ class Launches:
     def new_attention(self, *about: Any) -> Callable[..., Any]:
         self.prepared.append(about)
 
-        def call(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, rotary: Any) -> Any:
+        def call(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, rotary: Any, *side: Any) -> Any:
             self.rotary.append(rotary)
-            self.attention.append((q, k, v, *about[2:-1]))
+            assert side == (None, None)
+            self.attention.append((q, k, v, *about[2:-2]))
             return (q, q) if return_lse else q
 
         return call
@@ -590,11 +591,12 @@ class Launches:
         return Quantiser()
 
     def new_forward(
-        self, shape_out: Any, shape_k: Any, config: Any, softmax_scale: float, device: Any
+        self, shape_out: Any, shape_k: Any, config: Any, softmax_scale: float, device: Any, features: Any
     ) -> Callable[..., Any]:
         self.prepared.append((shape_out, shape_k, config, softmax_scale, device))
 
-        def call(qkv: QuantizedQKV) -> tuple[Tensor, Tensor]:
+        def call(qkv: QuantizedQKV, *side: Any) -> tuple[Tensor, Tensor]:
+            assert side == (None, None)
             assert tuple(shape_out) == (*qkv.q.shape[:3], qkv.vt.shape[2]) and shape_k == qkv.k.shape
             self.forward.append((qkv, config, softmax_scale))
             return qkv.q, qkv.q_scale
@@ -723,13 +725,12 @@ def test_sm90_refuses_what_only_compares_equal(launches: Launches, bad: dict[str
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_sm90_refuses_gradients_in_every_call(launches: Launches, name: str) -> None:
     tensors = dict(zip("qkv", Shape(seqlen_q=5, seqlen_k=9).tensors(), strict=True))
-    for function in (cute_attn.fp8_attention, cute_attn.quantize):
-        function(**tensors)
-        wanting = tensors | {name: tensors[name].clone().requires_grad_()}
-        with pytest.raises(NotImplementedError, match=f"{name} requires grad"):
-            function(**wanting)
-        with torch.no_grad():
-            function(**wanting)
+    cute_attn.quantize(**tensors)
+    wanting = tensors | {name: tensors[name].clone().requires_grad_()}
+    with pytest.raises(NotImplementedError, match=f"{name} requires grad"):
+        cute_attn.quantize(**wanting)
+    with torch.no_grad():
+        cute_attn.quantize(**wanting)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

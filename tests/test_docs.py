@@ -177,7 +177,7 @@ def test_troubleshooting_quotes_messages_as_they_are(monkeypatch: pytest.MonkeyP
         lambda: cute_attn.flash_attn_func(x(), x(), x()),
         lambda: validate.check_backend("sm90", (8, 0)),
         lambda: cute_attn.fp8_attention(x(), x(), x()),
-        lambda: fp8(grad(), x(), x()),
+        lambda: cute_attn.quantize(grad(), x(), x()),
         lambda: fp8(x(2, 40), x(2, 40), x(2, 40)),
         lambda: fp8(x().mT.contiguous().mT, x(), x()),
         lambda: fp8(x(6), x(4), x(4)),

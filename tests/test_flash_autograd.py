@@ -208,7 +208,7 @@ def test_saved_memory_is_linear() -> None:
         (
             {"alibi_slopes": torch.zeros(4, requires_grad=True)},
             NotImplementedError,
-            "alibi_slopes requires grad, but slopes have no gradient",
+            "alibi_slopes requires grad, but there is no gradient of it",
         ),
         ({"softcap": True}, TypeError, "softcap is a bool"),
         ({"deterministic": 1}, TypeError, "deterministic is a int"),

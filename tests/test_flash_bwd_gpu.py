@@ -22,8 +22,6 @@ from cute_attn import (
 )
 from cute_attn.flash import masked_scores, reference
 from cute_attn.flash_backward import reference_backward
-from cute_attn.kernels.config import Bwd16Config, Fwd16Config
-from cute_attn.plan16 import backward16_config, forward16_config
 
 pytestmark = pytest.mark.gpu
 
@@ -74,36 +72,6 @@ WINDOW = (100, 31)
 
 def masks(features: str) -> dict[str, bool]:
     return {name: name in features for name in ("causal", "window", "softcap", "alibi")}
-
-
-def kernels_of(case: tuple[int, int, torch.dtype, str]) -> list[Fwd16Config | Bwd16Config]:
-    """Those that a case launches at its shapes."""
-    d, v, dtype, features = case
-    found: list[Fwd16Config | Bwd16Config] = []
-    for _, seqlen_q, seqlen_k, heads_q, heads_k in SHAPES:
-        on = masks(features)
-        on["causal"] &= seqlen_q != 1
-        if on["window"]:
-            right = WINDOW[1] < seqlen_q and seqlen_q != 1
-            on["window"] = WINDOW[0] < seqlen_k or right
-        group = heads_q // heads_k
-        options = {**on, "sinks": "sinks" in features, "group": group, "seqlen_q": seqlen_q}
-        found.append(forward16_config(d, v, NAMES[dtype], **options))
-        found.append(backward16_config(d, v, NAMES[dtype], **on, deterministic="deterministic" in features))
-    return found
-
-
-def more_kernels() -> list[Fwd16Config | Bwd16Config]:
-    """Those of the tests that are not of CASES: equal heads, and few."""
-    found: list[Fwd16Config | Bwd16Config] = []
-    for d in (64, 128, 256):
-        for causal in (False, True):
-            found.append(forward16_config(d, d, "bf16", causal=causal, seqlen_q=1000))
-            found += [
-                backward16_config(d, d, "bf16", causal=causal, deterministic=deterministic)
-                for deterministic in (False, True)
-            ]
-    return found
 
 
 class PoisonedTorch:

@@ -25,6 +25,7 @@ EPILOG = """examples:
   python -m cute_attn.bench --report accuracy --tensors my_layers.safetensors
   python -m cute_attn.bench --report overhead --json overhead.json
   python -m cute_attn.bench --report speed --dtype bf16 --phase prefill --json prefill.json
+  python -m cute_attn.bench --report speed --dtype bf16 --phase backward,train --json train.json
   python -m cute_attn.bench --report memory --html memory.html
   python -m cute_attn.bench --render speed.json --html speed.html
   python -m cute_attn.bench --compare before.json after.json

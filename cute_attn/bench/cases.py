@@ -255,11 +255,11 @@ def sample(
     batch, seqlen_q, heads_q, _ = q.shape
     pairs = batch * heads_q
     heads = tuple(divmod(pair, heads_q) for pair in sorted({round(i * (pairs - 1) / 5) for i in range(6)}))
-    rows = _positions(seqlen_q, q.device)
+    rows = sampled_positions(seqlen_q, q.device)
     return SampledRows(heads, rows, exact_rows(q, k, v, heads, rows, causal=causal, window=window), causal)
 
 
-def _positions(seqlen_q: int, device: torch.device) -> Tensor:
+def sampled_positions(seqlen_q: int, device: torch.device) -> Tensor:
     """Tile edges, both ends, an even spread."""
     positions = {0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 255, 256}
     positions |= {seqlen_q - 1 - position for position in positions}
@@ -277,7 +277,7 @@ def _sample_mix(
     rows, values = [], []
     for i in chosen:
         of_q, of_k, of_v = (x[starts[i] : starts[i + 1]].unsqueeze(0) for x in (q, k, v))
-        found = _positions(lengths[i], q.device)
+        found = sampled_positions(lengths[i], q.device)
         rows.append(found + starts[i])
         values.append(exact_rows(of_q, of_k, of_v, heads, found, causal=causal, window=window))
     return SampledRows(heads, torch.cat(rows), torch.cat(values, dim=1), causal)

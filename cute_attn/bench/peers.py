@@ -10,6 +10,10 @@ whole_call
     16-bit Q, K, V to a 16-bit output, quantising included. For a 16-bit contender this is its forward.
 prefill
     the forward of 16 bits beyond the papers' grid: sequences of unlike length, and a sliding window.
+backward
+    the gradients of 16-bit Q, K and V, after a forward that is not timed.
+train
+    forward and backward. An 8-bit contender has a forward of its own and the 16-bit backward.
 
 The 8-bit peers get N(0, 1) tensors cast to e4m3 with all scales 1, which is the cheapest that they can be
 asked for.
@@ -23,7 +27,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,14 +35,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cute_attn.bench import cases
+from cute_attn.bench import cases, gradients
 from cute_attn.bench.record import package_version
 
 if TYPE_CHECKING:
     from cute_attn.plan import Plan
 
 OURS = "cute_attn"
-PHASES = ("forward", "quantize", "whole_call", "prefill")
+PHASES = ("forward", "quantize", "whole_call", "prefill", "backward", "train")
+ONLY_16BIT = ("prefill", "backward")
 SIXTEEN_BIT = ("bf16", "fp16")
 BACKEND = "sm90"  # of ours; not "auto", which would time the emulator as if it were the kernel
 
@@ -77,17 +82,19 @@ class Prepared:
     launch: Callable[[], Any]
     kernel: str  # what runs: our kernel's name, or the library with its version
     backend: str
-    check: Callable[[Any, cases.SampledRows], cases.OutputError] | None  # takes what `launch` returned
+    # takes what `launch` returned, and `cases.SampledRows` or `gradients.SampledGradients`
+    check: Callable[[Any, Any], cases.OutputError] | None
     bytes_moved: int | None = None  # to and from device memory, where that is what limits the phase
     held_bytes: int = 0  # of an output that is allocated once and not by the call
 
 
 # provider -> (precisions it runs in, phases it has)
-_SIXTEEN = (SIXTEEN_BIT, ("forward", "whole_call"))
+_SIXTEEN = (SIXTEEN_BIT, ("forward", "whole_call", "backward", "train"))
+_FLASH = ("forward", "whole_call", "prefill", "backward", "train")
 PROVIDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     OURS: (("fp8", *SIXTEEN_BIT), PHASES),
-    "fa3": (("fp8", *SIXTEEN_BIT), ("forward", "whole_call", "prefill")),
-    "fa4": (SIXTEEN_BIT, ("forward", "whole_call", "prefill")),
+    "fa3": (("fp8", *SIXTEEN_BIT), _FLASH),
+    "fa4": (SIXTEEN_BIT, _FLASH),
     "cudnn": (("fp8",), ("forward",)),
     "sdpa_flash": _SIXTEEN,
     "sdpa_cudnn": _SIXTEEN,
@@ -99,8 +106,10 @@ _DEFAULT_FP8 = {
     "forward": (OURS, "fa3", "cudnn", "sdpa_flash"),
     "quantize": (OURS, "copy"),
     "whole_call": (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn"),
+    "train": (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn"),
 }
 _DEFAULT_16BIT = (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math")
+_DEFAULT_GRADIENTS = _DEFAULT_FP8["train"]
 
 
 def contenders(
@@ -121,13 +130,14 @@ def contenders(
         raise ValueError(f"unknown provider {', '.join(unknown)}; known are {', '.join(PROVIDERS)}")
     found: list[Contender] = []
     for phase in phases:
-        if phase == "prefill" and dtype == "fp8":
-            raise ValueError("phase prefill times 16-bit kernels, not dtype fp8; allowed: bf16, fp16")
+        if phase in ONLY_16BIT and dtype == "fp8":
+            raise ValueError(f"phase {phase} times 16-bit kernels, not dtype fp8; allowed: bf16, fp16")
         if dtype == "fp8":
             chosen = _DEFAULT_FP8[phase] if providers is None else providers
             wanted: tuple[str, ...] = ("fp8", "bf16")
         else:
-            chosen = _DEFAULT_16BIT if providers is None else providers
+            default = _DEFAULT_GRADIENTS if phase in gradients.FLOP_FACTORS else _DEFAULT_16BIT
+            chosen = default if providers is None else providers
             wanted = (dtype,)
         eight_bit = [name for name in chosen if "fp8" in PROVIDERS[name][0]]
         for precision in wanted:
@@ -135,8 +145,8 @@ def contenders(
                 precisions, its_phases = PROVIDERS[name]
                 if precision not in precisions or phase not in its_phases:
                     continue
-                if phase == "whole_call" and precision == "fp8" and name != OURS:
-                    continue  # FA3's FP8 kernel takes 8-bit tensors; the library has no quantiser of its own
+                if phase in ("whole_call", "train") and precision == "fp8" and name != OURS:
+                    continue  # FA3's FP8 kernel takes 8-bit tensors; it has no quantiser and no backward
                 if name == OURS and precision != "fp8" and (dtype == "fp8" or phase == "quantize"):
                     continue
                 for recipe in recipes if name == OURS and precision == "fp8" else (None,):
@@ -156,6 +166,8 @@ def prepare(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Ten
         NotRun: the library is not installed, or the case is left out on purpose.
         Exception: whatever the library raises.
     """
+    if contender.phase in gradients.FLOP_FACTORS:
+        return _prepare_gradients(contender, case, q, k, v)
     if contender.provider == OURS:
         return _prepare_ours(contender, case, q, k, v)
     if contender.provider == "copy":
@@ -171,6 +183,37 @@ def prepare(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Ten
         name = f"cuDNN {library} FP8 SDPA graph, e4m3 output (frontend {_version('nvidia-cudnn-frontend')})"
         return Prepared(run, name, "cudnn", cases.output_error, held_bytes=q8.numel())
     return _prepare_sdpa(contender.provider, case, q, k, v)
+
+
+def _prepare_gradients(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
+    """The forward of a contender, differentiated."""
+    if contender.provider == OURS:
+        from cute_attn import api, flash
+        from cute_attn.flash_autograd import backward_config
+
+        stand_in = "reference" if BACKEND == "emulator" else BACKEND
+        options: dict[str, Any] = {"causal": case.causal, "backend": stand_in}
+        plan = flash.flash_attn_explain(q, k, v, **options)
+        kernel = "reference" if plan.config is None else backward_config(plan.config).name
+        ran = plan.backend
+        function: Callable[..., Any] = flash.flash_attn_func
+        if contender.dtype == "fp8":
+            options |= {"recipe": contender.recipe or "default", "backend": BACKEND}
+            function, whole = api.fp8_attention, api.explain(q, k, v, **options)
+            kernel, ran = f"{_quantiser_name(whole)} + {whole.kernel} + {kernel}", whole.backend
+        elif contender.phase == "train":
+            kernel = f"{plan.kernel} + {kernel}"
+    elif contender.provider in _SDPA:
+        function, kernel, ran = _sdpa_function(contender.provider, case)
+        options = {}
+    else:
+        module, name = _FLASH_LIBRARIES[contender.provider]
+        function, kernel, ran = need(module).flash_attn_func, name(), "sm90"
+        options = {"causal": case.causal}
+    launch = gradients.launcher(
+        contender.phase, lambda q, k, v: _first(function(q, k, v, **options)), case, q, k, v
+    )
+    return Prepared(launch, kernel, ran, partial(gradients.error, dtype=contender.dtype))
 
 
 # --- this library
@@ -323,9 +366,24 @@ def _first(result: Any) -> Tensor:
     return result[0] if isinstance(result, (tuple, list)) else result
 
 
+def _fa3_name() -> str:
+    return f"FlashAttention-3 {_version('flash-attn-3', module='flash_attn_interface')}"
+
+
+def _fa4_name() -> str:
+    return f"FlashAttention-4 CuTe {_version('flash-attn-4')}"
+
+
+# provider -> (module, what it is)
+_FLASH_LIBRARIES: dict[str, tuple[str, Callable[[], str]]] = {
+    "fa3": ("flash_attn_interface", _fa3_name),
+    "fa4": ("flash_attn.cute", _fa4_name),
+}
+
+
 def _prepare_fa3(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
     fa3 = need("flash_attn_interface")
-    name = f"FlashAttention-3 {_version('flash-attn-3', module='flash_attn_interface')}"
+    name = _fa3_name()
     if contender.dtype == "fp8":
         q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
         one = torch.ones(case.batch, case.heads_k, device=q.device)
@@ -349,7 +407,7 @@ def _prepare_fa3(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v
 
 def _prepare_fa4(case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
     fa4 = need("flash_attn.cute")
-    name = f"FlashAttention-4 CuTe {_version('flash-attn-4')}"
+    name = _fa4_name()
     options: dict[str, Any] = {"causal": case.causal}
     if case.window != cases.NO_WINDOW:
         left, right = (None if end < 0 else end for end in case.window)
@@ -371,6 +429,14 @@ _SDPA = {
 
 
 def _prepare_sdpa(provider: str, case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
+    function, name, ran = _sdpa_function(provider, case)
+    return Prepared(lambda: function(q, k, v), name, ran, cases.output_error)
+
+
+def _sdpa_function(
+    provider: str, case: cases.Case
+) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str, str]:
+    """torch's attention by this backend, of tensors (batch, seqlen, heads, head_dim); what it is, and its backend."""
     backend, what, ran = _SDPA[provider]
     if backend is SDPBackend.MATH and case.score_bytes > MATH_SCORE_LIMIT:
         raise NotRun(
@@ -380,19 +446,19 @@ def _prepare_sdpa(provider: str, case: cases.Case, q: Tensor, k: Tensor, v: Tens
         )
     if case.causal and case.seqlen_q != case.seqlen_k:
         raise NotRun("skipped", "torch aligns the causal mask to the top left, which is another problem")
-    # torch wants (batch, heads, seqlen, head_dim); views, no copies
-    qt, kt, vt = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     name = f"torch {torch.__version__} SDPA {what}"
     if backend is SDPBackend.CUDNN_ATTENTION:
         name += f" {_cudnn_version()}"
 
-    def launch() -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # torch wants (batch, heads, seqlen, head_dim); views, no copies
+        qt, kt, vt = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         with sdpa_kernel(backend):  # this backend or an error, never another one in silence
             return F.scaled_dot_product_attention(
                 qt, kt, vt, is_causal=case.causal, enable_gqa=case.heads_q != case.heads_k
             ).transpose(1, 2)
 
-    return Prepared(launch, name, ran, cases.output_error)
+    return attend, name, ran
 
 
 def cudnn_fp8_runner(

@@ -32,6 +32,7 @@ PHASES = (
     "whole_call",
     "decode",
     "prefill",
+    "train",
     "accuracy_kernel",
     "accuracy_total",
     "figures",

@@ -13,6 +13,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from cute_attn.bench.gradients import FLOP_FACTORS
 from cute_attn.bench.peers import OURS
 from cute_attn.bench.record import ROW_FIELDS
 
@@ -26,10 +27,12 @@ TITLES = {
     "quantize": "Quantiser, 16-bit Q, K, V to 8-bit operands",
     "whole_call": "Whole call, 16-bit Q, K, V to output",
     "prefill": "Forward over sequences of unlike length, and with a sliding window",
+    "backward": "Backward, the gradients of 16-bit Q, K, V",
+    "train": "Forward and backward, 16-bit Q, K, V to their gradients",
 }
 
 
-PLOTTED = ("forward", "quantize", "whole_call")  # by length; prefill has none
+PLOTTED = ("forward", "quantize", "whole_call", "backward", "train")  # by length; prefill has none
 
 
 def label(row: Row) -> str:
@@ -227,8 +230,9 @@ def _speed_grid(result: Pivot) -> Grid:
         if number + 1 < len(result.lines) and result.lines[number + 1][:2] != line[:2]:
             grid.sections.add(number)
     if result.unit == "TFLOP/s":
+        operations = 4 * FLOP_FACTORS.get(result.phase, 1.0)
         grid.notes.append(
-            "FLOP = 4 x seqlen_q x seqlen_k x head_dim x heads x batch, half of it for a causal mask"
+            f"FLOP = {operations:g} x seqlen_q x seqlen_k x head_dim x heads x batch, half of it for a causal mask"
             + (
                 "; of the pairs that a window leaves, and of each sequence by itself."
                 if result.phase == "prefill"
@@ -236,7 +240,10 @@ def _speed_grid(result: Pivot) -> Grid:
             )
         )
     if result.ours:
-        grid.notes.append("rel RMSE: error of our output on N(0, 1) inputs against float64, on sampled rows.")
+        what = "gradients" if result.phase in FLOP_FACTORS else "output"
+        grid.notes.append(
+            f"rel RMSE: error of our {what} on N(0, 1) inputs against float64, on sampled rows."
+        )
     return grid
 
 

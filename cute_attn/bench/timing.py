@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from cute_attn.bench import cases, peers, record
+from cute_attn.bench import cases, gradients, peers, record
 
 Key = TypeVar("Key")
 TimeBatch = Callable[[Callable[[], Any], int], float]  # (launch, count) -> milliseconds of `count` launches
@@ -164,6 +164,15 @@ def _first_calls(prepared: peers.Prepared, device: torch.device) -> tuple[Any, i
     return result, torch.cuda.max_memory_allocated(device) - before + prepared.held_bytes
 
 
+def _reference(
+    case: cases.Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, differentiated: bool
+) -> cases.SampledRows | gradients.SampledGradients:
+    if differentiated:
+        dout = gradients.make_dout(case, q.dtype, q.device)
+        return gradients.sample(q, k, v, dout, causal=case.causal)
+    return cases.sample(q, k, v, causal=case.causal, window=case.window, lengths=case.lengths)
+
+
 def time_cell(
     case: cases.Case,
     contenders: Sequence[peers.Contender],
@@ -177,7 +186,7 @@ def time_cell(
 ) -> list[dict[str, Any]]:
     """One row for each contender, in their order: timed, or with the reason why not.
 
-    Every output is compared with float64 on sampled rows first. One whose worst row exceeds
+    Every output, or gradient, is compared with float64 on sampled rows first. One whose worst row exceeds
     `cases.WORST_ROW_LIMIT`, or that holds a non-finite value, is not timed: its row has status "wrong".
 
     Raises:
@@ -219,20 +228,21 @@ def time_cell(
         return list(rows.values())
 
     inputs: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-    references: dict[str, cases.SampledRows] = {}
+    references: dict[tuple[str, bool], cases.SampledRows | gradients.SampledGradients] = {}
     with torch.no_grad():
         for contender in contenders:
             storage = "bf16" if contender.dtype == "fp8" else contender.dtype
             try:
                 if storage not in inputs:
                     inputs[storage] = cases.make_inputs(case, cases.TORCH_DTYPES[storage], device, seed)
-                    references[storage] = cases.sample(
-                        *inputs[storage], causal=case.causal, window=case.window, lengths=case.lengths
-                    )
+                differentiated = contender.phase in gradients.FLOP_FACTORS
+                wanted = (storage, differentiated)
+                if wanted not in references:
+                    references[wanted] = _reference(case, *inputs[storage], differentiated)
                 prepared = prepare(contender, case, *inputs[storage])
                 rows[contender].update(kernel=prepared.kernel, backend=prepared.backend)
                 result, rows[contender]["peak_bytes"] = _first_calls(prepared, device)
-                error = None if prepared.check is None else prepared.check(result, references[storage])
+                error = None if prepared.check is None else prepared.check(result, references[wanted])
                 del result
                 if error is not None:
                     limit = cases.WORST_ROW_LIMIT[contender.dtype]
@@ -255,11 +265,12 @@ def time_cell(
         )
         for contender, timing in timed.items():
             bytes_moved = moved[contender]
+            flops = case.flops * gradients.FLOP_FACTORS.get(contender.phase, 1.0)
             rows[contender].update(
                 ms=timing.ms,
                 ms_min=timing.ms_min,
                 ms_max=timing.ms_max,
-                tflops=None if contender.phase == "quantize" else case.flops / timing.ms / 1e9,
+                tflops=None if contender.phase == "quantize" else flops / timing.ms / 1e9,
                 tbps=None if bytes_moved is None else bytes_moved / timing.ms / 1e9,
                 launches=timing.launches,
                 rounds=timing.rounds,
