@@ -515,7 +515,10 @@ def test_explain_plans_what_the_call_does(monkeypatch: pytest.MonkeyPatch) -> No
         plan = cute_attn.explain(q, k, v, recipe=recipe, causal=True, out_dtype=FP16, backend="emulator")
         cute_attn.fp8_attention(q, k, v, recipe=recipe, causal=True, out_dtype=FP16, backend="emulator")
         assert seen == {
-            "causal": True,
+            "window": (-1, 0),
+            "softcap": 0.0,
+            "alibi_slopes": None,
+            "sinks": None,
             "softmax_scale": 0.125,
             "tile_m": plan.config.tile_m,
             "tile_n": plan.config.tile_n,
