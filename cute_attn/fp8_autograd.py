@@ -6,9 +6,9 @@ and v, with the out and lse of the 8-bit forward: rounding to 8 bits counts as t
 estimator, arXiv 1308.3432). Between the two live q, k, v, out and lse: memory is linear in the lengths.
 
 With 16-bit scores s, the backward's P is exp(s - lse). lse is that of the 8-bit scores, so a row of P sums to
-exp(lse of s - lse), which is not exactly 1, and D = rowsum(dout * out) is not exactly P's mean of dP: where the
-gradient of a row's scores should add up to 0, it adds up to the error of the two. Both are errors of the forward's own
-size, in a direction that they have in the forward's output as well.
+exp(lse of s - lse), which is not exactly 1, and D = rowsum(dout * out) is not exactly the mean of dP under P: where the
+gradients of a row's scores should add up to 0, they add up to the error of the two. Both errors are of the forward's
+own size; docs/backward.md says where they show most.
 """
 
 from __future__ import annotations
