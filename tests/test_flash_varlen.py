@@ -27,7 +27,14 @@ from cute_attn import (
     launch,
 )
 from cute_attn.flash_varlen import reference_varlen
-from cute_attn.kernels.common.varlen import one_batch, ragged, ragged_coord, unit_of_sequence
+from cute_attn.kernels.common.varlen import (
+    FAR,
+    one_batch,
+    ragged,
+    ragged_coord,
+    ragged_load,
+    unit_of_sequence,
+)
 from cute_attn.kernels.config import Fwd16Config
 from cute_attn.plan16 import forward16_config
 
@@ -413,26 +420,39 @@ def test_units_of_a_sequence_are_its_tiles(causal: bool, pack: int) -> None:
 
 
 class Ragged:
-    """Where `ragged` puts a tensor (rows, heads, dim) and `ragged_coord` a box, as a function of the host."""
+    """Where `ragged`, or `ragged_load`, puts a tensor (rows, heads, dim) and `ragged_coord` a box, as a function of the
+    host.
+    """
+
+    def __init__(self, load: bool):
+        self.load = load
 
     @cute.jit
     def __call__(self, x: cute.Tensor, out: cute.Tensor, row0: Int32, rows: Int32, first: Int32):
         x = one_batch(x)
-        x = ragged(cute.make_tensor(x.iterator, cute.select(x.layout, [1, 3, 2, 0])), 0, 128)
-        at = ragged_coord(row0, rows, first, 128)
+        x = cute.make_tensor(x.iterator, cute.select(x.layout, [1, 3, 2, 0]))
+        if cutlass.const_expr(self.load):
+            x = ragged_load(x, 0)
+            at = (*ragged_coord(row0, rows, first, 128, FAR), FAR)
+        else:
+            x = ragged(x, 0, 128)
+            at = ragged_coord(row0, rows, first, 128, 128)
         found = (x.iterator.toint(), *x.shape, *x.stride, *at)
         for i in cutlass.range_constexpr(len(found)):
             out[i] = Int64(found[i])
 
 
-def test_a_box_ends_where_its_sequence_ends() -> None:
+@pytest.mark.parametrize("load", [False, True])
+def test_a_box_ends_where_its_sequence_ends(load: bool) -> None:
     shape = tuple(cute.sym_int32() for _ in range(3))
     strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
     x = make_fake_tensor(cutlass.BFloat16, shape, strides, memspace=HOST, assumed_align=16)
+    rank = 5 if load else 4
+    count = 1 + 2 * rank + rank - 2
     function = cute.compile(
-        Ragged(), x, words(11), *[Int32(0)] * 3, options="--enable-tvm-ffi --gpu-arch sm_90a"
+        Ragged(load), x, words(count), *[Int32(0)] * 3, options="--enable-tvm-ffi --gpu-arch sm_90a"
     )
-    x, out = torch.zeros(1000, 3, 72, dtype=BF16)[..., :64], torch.zeros(11, dtype=torch.int64)
+    x, out = torch.zeros(1000, 3, 72, dtype=BF16)[..., :64], torch.zeros(count, dtype=torch.int64)
     for row0, rows, first in (
         (0, 1000, 0),
         (0, 1000, 896),
@@ -446,10 +466,17 @@ def test_a_box_ends_where_its_sequence_ends() -> None:
     ):
         function(x, out, row0, rows, first)
         origin, *rest = out.tolist()
-        extents, steps, (offset, last) = rest[:4], rest[4:8], rest[8:]
-        assert (extents, steps) == ([128, 64, 3, 1001], [216, 1, 72, 216])
+        extents, steps, (offset, last, *far) = rest[:rank], rest[rank : 2 * rank], rest[2 * rank :]
+        box = FAR if load else 128
+        assert extents == [box, 64, 3, 1001, FAR + 1][:rank]
+        assert steps == [216, 1, 72, 216, 2**34 - 216][:rank]
+        assert origin == (
+            x.data_ptr() if load else x.data_ptr() - 2 * 128 * 216
+        )  # loads: not before the tensor
+        assert all(0 <= 2 * step < 2**40 for step in steps)  # what a descriptor can hold
         valid = [i for i in range(128) if 0 <= offset + i < extents[0] and 0 <= last < extents[3]]
         left = min(max(rows - first, 0), 128)
         assert valid == list(range(left))
         for i in valid:
-            assert origin + 2 * ((offset + i) * steps[0] + last * steps[3]) == x[row0 + first + i].data_ptr()
+            elements = (offset + i) * steps[0] + last * steps[3] + sum(n * steps[4] for n in far)
+            assert (origin + 2 * elements) % 2**64 == x[row0 + first + i].data_ptr()

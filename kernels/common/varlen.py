@@ -13,7 +13,8 @@ STAGES places with mbarriers of its own (mainloop.py lists the others):
     full   arrives: one lane of the producer's warp, the place is written
     empty  arrives: one lane of each consumer warp, it has read the place for the last time (before it stores O)
 
-Tensors keep no bound between two sequences, so TMA gets one, see `ragged`.
+Tensors keep no bound between two sequences, so TMA gets one for K, V and O, see `ragged`. Rows of Q behind the end of a
+sequence are of the next one, or zeros: they are worked on, and O and lse of them are not stored.
 
 What the quantiser writes for each block of 2^shift keys or rows of a sequence (a scale, a sum of keys, a block of V^T)
 has a *slot*: those of sequence b begin at slot `first_slot`, block i of it has the i-th from there. A sequence of n
@@ -34,6 +35,7 @@ from ..config import FwdConfig
 STAGES = 2  # places: of the tile that is worked on, and of the next
 PLACE = 8  # words of a place: (m_block or END, head, sequence, first row, rows, first key, keys, 0)
 END = -1  # there is no tile any more
+FAR = 2**30  # rows that `ragged_load` goes back
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -42,7 +44,7 @@ END = -1  # there is no tile any more
 
 
 def ragged(x: cute.Tensor, mode: int, box: int) -> cute.Tensor:
-    """A tensor of all sequences' rows, so that TMA stops where a sequence ends.
+    """A tensor of all sequences' rows, so that a TMA store stops where a sequence ends.
 
     x     (..., rows, ..., any) with the rows as `mode`; its last mode is dropped
     box   rows that one TMA box has at most
@@ -50,8 +52,8 @@ def ragged(x: cute.Tensor, mode: int, box: int) -> cute.Tensor:
     The result is (..., box, ..., rows + 1): `mode` and the last one both step over rows, from an origin that lies `box`
     rows before x. A box that shall begin at row r and see `left` of the rows from there, 0 <= left <= box, is that at
     coordinates box - left of `mode` and r + left of the last mode: it begins at (box - left) + (r + left) - box = r,
-    and its rows from the `left`-th on lie past the end of `mode`, where TMA writes zeros to shared memory and
-    nothing to global memory. (A descriptor's origin is not accessed; it may lie before the allocation.)
+    and its rows from the `left`-th on lie past the end of `mode`, where TMA writes nothing. The origin may lie before
+    the allocation, which a store never accesses. A load may, see `ragged_load`.
     """
     step = x.stride[mode]
     shape = (*x.shape[:mode], box, *x.shape[mode + 1 : -1], x.shape[mode] + 1)
@@ -60,15 +62,31 @@ def ragged(x: cute.Tensor, mode: int, box: int) -> cute.Tensor:
     return cute.make_tensor(origin, cute.make_layout(shape, stride=stride))
 
 
+def ragged_load(x: cute.Tensor, mode: int) -> cute.Tensor:
+    """Likewise for loads, which get zeros from behind the end of a sequence, and for which an origin in memory that is
+    not mapped is an illegal access, though the box holds nothing of it.
+
+    The result is (..., FAR, ..., rows + 1, more): its origin is that of x, and a last mode at coordinate FAR takes the
+    place of the moved origin. Its stride is 2^64 / FAR elements less a row, so that it goes FAR rows back: addresses
+    wrap at 2^64. (The ragged descriptors of Triton, triton/tools/ragged_tma.py, do this.)
+    """
+    step = x.stride[mode]
+    shape = (*x.shape[:mode], FAR, *x.shape[mode + 1 : -1], x.shape[mode] + 1, FAR + 1)
+    stride = (*x.stride[:-1], step, 2**64 // FAR - step)
+    return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=stride))
+
+
 @cute.jit
-def ragged_coord(row0: Int32, rows: Int32, first: Int32, box: cutlass.Constexpr):
-    """Coordinates of a box in what `ragged` returns: (of the mode of rows, of the last mode).
+def ragged_coord(row0: Int32, rows: Int32, first: Int32, box: cutlass.Constexpr, end: cutlass.Constexpr):
+    """Coordinates of a box in a ragged tensor: (of the mode of rows, of the mode behind it).
 
     row0, rows  first row of the sequence, and its rows
     first       row of the sequence at which the box begins; may lie past its end, the box is then empty
+    box         rows of the box
+    end         extent of the mode of rows: that of the store's boxes, or FAR
     """
     left = cutlass.min(cutlass.max(rows - first, 0), box)
-    return box - left, row0 + first + left
+    return end - left, row0 + first + left
 
 
 def one_batch(x: cute.Tensor) -> cute.Tensor:
@@ -77,11 +95,11 @@ def one_batch(x: cute.Tensor) -> cute.Tensor:
 
 
 def steps_of(tile: cute.Tensor, x: cute.Tensor, mode: int) -> cute.Tensor:
-    """A box of K or V, (rows, columns) in either order, with two modes more that move it: by the two coordinates of
-    `ragged_coord`. x is what `ragged` made of K or V, `mode` its mode of rows.
+    """A box of K or V, (rows, columns) in either order, with three modes more that move it: by the two coordinates of
+    `ragged_coord`, and by FAR. x is what `ragged_load` made of K or V, `mode` its mode of rows.
     """
-    shape = (*tile.shape, x.shape[mode], x.shape[3])
-    stride = (*tile.stride, x.stride[mode], x.stride[3])
+    shape = (*tile.shape, x.shape[mode], x.shape[3], x.shape[4])
+    stride = (*tile.stride, x.stride[mode], x.stride[3], x.stride[4])
     return cute.make_tensor(tile.iterator, cute.make_layout(shape, stride=stride))
 
 

@@ -69,6 +69,7 @@ from ..common.varlen import (
     put_place,
     ragged,
     ragged_coord,
+    ragged_load,
     steps_of,
     take_unit,
     unit_of_sequence,
@@ -121,9 +122,8 @@ class FwdSm90:
             batch = lengths[0].shape[0] - 1
             units = (q.shape[1] * cfg.pack_gqa // tile_m + batch) * q.shape[3]
             rows = tile_m // cfg.pack_gqa
-            q, o = ragged(q, 1, rows), ragged(o, 1, rows)
-            k = ragged(k, 0, tile_n)
-            v = v if cutlass.const_expr(cfg.padded_v) else ragged(v, 1, cfg.v_box)
+            o, k = ragged(o, 1, rows), ragged_load(k, 0)
+            v = v if cutlass.const_expr(cfg.padded_v) else ragged_load(v, 1)
             self.reset(lengths[4]).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
 
         qk_type, v_type = self.policy.qk_type, self.policy.v_type
@@ -252,8 +252,8 @@ class FwdSm90:
         # tiles are mixed); else ()
         lengths,
     ):
-        """With `varlen`, q, k, v (of 16 bits) and o are what `ragged` makes of them, with a mode of rows for the batch;
-        m_units, turn, units and seqlen_k are not read.
+        """With `varlen`, o is what `ragged` and k and v (of 16 bits) are what `ragged_load` makes of them, with modes
+        of rows for the batch, and q has a batch of one; m_units, turn, units and seqlen_k are not read.
         """
         cfg = self.cfg
         tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.head_dim_padded, cfg.v_columns
@@ -395,17 +395,17 @@ class FwdSm90:
         head_k = head // (m_q.shape[3] // m_k.shape[2])
         blocks, _, _, _, first = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
         if cutlass.const_expr(cfg.varlen):
-            g_q = cute.local_tile(
-                self.rows_from(m_q, head, m_block, row0, seqlen_q), self.box(tile_m, d), (0, 0, 0)
-            )
-            tiles_k = cute.local_tile(m_k[None, None, head_k, 0], (tile_n, d), (0, 0))
-            g_k = steps_of(tiles_k, m_k, 0)
+            first_row = row0 + m_block * (tile_m // cfg.pack_gqa)
+            q_from = cute.domain_offset((0, first_row, 0), m_q[None, None, None, head, 0])
+            g_q = cute.local_tile(q_from, self.box(tile_m, d), (0, 0, 0))
+            g_k = steps_of(cute.local_tile(m_k[None, None, head_k, 0, 0], (tile_n, d), (0, 0)), m_k, 0)
             if cutlass.const_expr(cfg.padded_v):
                 key_v = first_slot(key0, batch, V_SCALE_SHIFT) * V_SCALE_GROUP
                 own_v = cute.domain_offset((0, key_v), m_v[None, None, head_k, 0])
                 g_v = cute.local_tile(own_v, (d_v, cfg.v_box), (0, None))
             else:
-                g_v = steps_of(cute.local_tile(m_v[None, None, head_k, 0], (d_v, cfg.v_box), (0, 0)), m_v, 1)
+                tile_v = cute.local_tile(m_v[None, None, head_k, 0, 0], (d_v, cfg.v_box), (0, 0))
+                g_v = steps_of(tile_v, m_v, 1)
             rows_kv = lambda t: cute.group_modes(t, 0, 2)
         else:
             g_q = cute.local_tile(m_q[None, None, None, head, batch], self.box(tile_m, d), (0, m_block, 0))
@@ -503,12 +503,12 @@ class FwdSm90:
 
     @cute.jit
     def rows_from(self, x: cute.Tensor, head: Int32, m_block: Int32, row0: Int32, rows: Int32) -> cute.Tensor:
-        """(pack_gqa, rows, dim) of q or o from the first row of a tile on, which end where the sequence ends.
+        """(pack_gqa, rows, dim) of o from the first row of a tile on, which end where the sequence ends.
 
         x is what `ragged` made, row0 the sequence's first row in it, `rows` its rows.
         """
         box = self.cfg.tile_m // self.cfg.pack_gqa
-        offset, last = ragged_coord(row0, rows, m_block * box, box)
+        offset, last = ragged_coord(row0, rows, m_block * box, box, box)
         return cute.domain_offset((0, offset, 0), x[None, None, None, head, last])
 
     @cute.jit

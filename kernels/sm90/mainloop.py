@@ -44,7 +44,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup as wg
 
 from ..common.mask import mask_scores
-from ..common.varlen import ragged_coord
+from ..common.varlen import FAR, ragged_coord
 from ..config import V_SCALE_GROUP, Fwd16Config, FwdConfig
 from .operands import rows
 from .policy_16bit import Policy16bit
@@ -104,7 +104,7 @@ class Mainloop:
         """Box n of K or V, of `box` keys, in the global partition; keys None where that begins with the sequence."""
         if const_expr(self.cfg.varlen and keys is not None):
             key0, seqlen_k = keys
-            found = g[(None, *ragged_coord(key0, seqlen_k, n * box, box))]
+            found = g[(None, *ragged_coord(key0, seqlen_k, n * box, box, FAR), FAR)]
         else:
             found = g[None, n]
         return found
