@@ -156,6 +156,12 @@ def _hide(s: Tensor, rows: slice, keys: slice, diagonal: int | None, mask: Tenso
     return s
 
 
+def _distance(s: Tensor, rows: slice, shift: int) -> Tensor:
+    """(rows, keys), of keys behind the position of a query, which is its row + shift; negative before it."""
+    position = torch.arange(rows.start, rows.stop, device=s.device)[:, None] + shift
+    return torch.arange(s.shape[-1], device=s.device) - position
+
+
 def _finite(m: Tensor) -> Tensor:
     """A maximum or lse to subtract: for a row that sees no key exp(-inf - 0) is 0, exp(-inf + inf) NaN."""
     return m.masked_fill(m == -math.inf, 0.0)
@@ -183,12 +189,16 @@ def _heads_last(x: Tensor) -> Tensor:
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., softmax_scale: float | None = ...,
-    mask: Tensor | None = ..., row_chunk: int | None = ..., return_lse: Literal[True] = ...,
+    mask: Tensor | None = ..., window: tuple[int, int] = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ..., row_chunk: int | None = ...,
+    return_lse: Literal[True] = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., softmax_scale: float | None = ...,
-    mask: Tensor | None = ..., row_chunk: int | None = ..., return_lse: Literal[False],
+    mask: Tensor | None = ..., window: tuple[int, int] = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ..., row_chunk: int | None = ...,
+    return_lse: Literal[False],
 ) -> Tensor: ...
 # fmt: on
 def attention(
@@ -199,6 +209,10 @@ def attention(
     causal: bool = False,
     softmax_scale: float | None = None,
     mask: Tensor | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     row_chunk: int | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor] | Tensor:
@@ -211,6 +225,11 @@ def attention(
         causal: hide key j from query i unless j <= i + seqlen_k - seqlen_q.
         softmax_scale: factor of Q K^T, finite and positive; None means 1 / sqrt(head_dim).
         mask: bool, broadcastable to (batch, heads_q, seqlen_q, seqlen_k), True = visible (if causal allows).
+        window: (left, right): keys before and behind a query's own position, i + seqlen_k - seqlen_q, that it sees
+            (if mask and causal allow); -1 for all.
+        softcap: > 0: a score s becomes softcap * tanh(s / softcap); 0 for none.
+        alibi_slopes: (batch, heads_q) or (heads_q,): slope * |key position - query position| comes off a score.
+        sinks: (heads_q,): one more logit for each row of a head, which has no value. A row without keys has it as lse.
         row_chunk: query rows worked on at a time; None means as many as keep the scores below 2**24. Rows are
             independent: this bounds memory and changes no result.
         return_lse: whether lse is returned beside out.
@@ -219,12 +238,25 @@ def attention(
         out (batch, seqlen_q, heads_q, head_dim_v) and, if asked for, lse (batch, heads_q, seqlen_q); float64.
 
     Raises:
-        ValueError: a shape, device, softmax_scale or row_chunk that does not fit.
+        ValueError: a shape, device, softmax_scale, window, softcap or row_chunk that does not fit.
         TypeError: a complex input, or a mask that is not bool.
     """
     q, k, v, scale = _prepare(q, k, v, softmax_scale)
     mask = _prepare_mask(mask, q, k)
-    diagonal = k.shape[2] - q.shape[2] if causal else None
+    shift = k.shape[2] - q.shape[2]
+    diagonal = shift if causal else None
+    if min(window) < -1:
+        raise ValueError(f"window must have ends of at least 0, or -1 for none, got {window}")
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap must be finite and at least 0, got {softcap}")
+    of_head = (q.shape[0], k.shape[1], q.shape[1] // k.shape[1], 1, 1)
+    if alibi_slopes is not None:
+        shape = (q.shape[1],) if alibi_slopes.ndim == 1 else q.shape[:2]
+        _require("alibi_slopes", alibi_slopes, tuple(shape), q.device)
+        alibi_slopes = alibi_slopes.double().expand(q.shape[:2]).reshape(of_head)
+    if sinks is not None:
+        _require("sinks", sinks, (q.shape[1],), q.device)
+        sinks = sinks.double().expand(q.shape[:2]).reshape(of_head)
     if row_chunk is None:
         row_chunk = max(1, _CHUNK_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
 
@@ -232,8 +264,19 @@ def attention(
     outs, lses = [q_grouped.new_empty(*q_grouped.shape[:3], 0, v.shape[3])], [q_grouped[..., :0, :1]]
     for rows in _tiles(q.shape[2], row_chunk, "row_chunk"):
         s = scale * torch.einsum("bgrid,bgjd->bgrij", q_grouped[..., rows, :], k)
-        m, p, row_sum = _softmax(_hide(s, rows, slice(0, k.shape[2]), diagonal, mask))
-        out, lse = _finish(torch.einsum("bgrij,bgjd->bgrid", p, v), m, row_sum)
+        if softcap:
+            s = softcap * torch.tanh(s / softcap)
+        if alibi_slopes is not None:
+            s = s - alibi_slopes * _distance(s, rows, shift).abs()
+        if window != (-1, -1):
+            behind = _distance(s, rows, shift)
+            left, right = (end if end >= 0 else math.inf for end in window)
+            s = s.masked_fill((behind < -left) | (behind > right), -math.inf)
+        s = _hide(s, rows, slice(0, k.shape[2]), diagonal, mask)
+        if sinks is not None:
+            s = torch.cat([s, sinks.expand(*s.shape[:-1], 1)], dim=-1)
+        m, p, row_sum = _softmax(s)
+        out, lse = _finish(torch.einsum("bgrij,bgjd->bgrid", p[..., : k.shape[2]], v), m, row_sum)
         outs.append(out)
         lses.append(lse)
     out = _heads_last(torch.cat(outs, dim=3).flatten(1, 2))

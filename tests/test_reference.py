@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from cute_attn import flash
 from cute_attn.reference import (
     IOCount,
     attention,
@@ -149,6 +150,27 @@ def test_attention_is_differentiable(case: Case) -> None:
     expected = torch.autograd.grad((out * case.dout()).sum() + lse[~empty].sum(), (q, k, v))
     for mine, theirs in zip(got, expected, strict=True):
         assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("row_chunk", [None, 3])
+@pytest.mark.parametrize("seqlens", [(7, 12), (12, 7), (1, 9)], ids=str)
+def test_features_are_the_definition(seqlens: tuple[int, int], row_chunk: int | None) -> None:
+    """Window, softcap, ALiBi and sinks, each and together, against the reference of the 16-bit functions."""
+    case = Case(batch=2, heads_k=2, group=3, seqlen_q=seqlens[0], seqlen_k=seqlens[1])
+    q, k, v = case.qkv()
+    features: dict[str, Any] = {
+        "window": (3, 1),
+        "softcap": 0.7,
+        "alibi_slopes": case.randn(2, 6, offset=4).abs(),
+        "sinks": case.randn(6, offset=5) * 3,
+    }
+    for some in ({}, *({name: value} for name, value in features.items()), features):
+        got = attention(q, k, v, softmax_scale=0.4, row_chunk=row_chunk, **some)
+        expected = flash.reference(q, k, v, softmax_scale=0.4, dtype=torch.float64, **some)
+        assert_same(got, expected)
+    slopes = features["alibi_slopes"][0]
+    got = attention(q, k, v, alibi_slopes=slopes, window=(-1, 0))
+    assert_same(got, attention(q, k, v, alibi_slopes=slopes.expand(2, 6), causal=True))
 
 
 def test_attention_without_lse_is_out_alone() -> None:
@@ -484,6 +506,12 @@ def test_results_stay_on_the_device_of_the_inputs() -> None:
         ({"mask": torch.zeros(4, 4)}, TypeError, "mask must be torch.bool"),
         ({"mask": torch.zeros(3, 4, dtype=torch.bool)}, ValueError, r"mask must broadcast to \(1, 2, 4, 4\)"),
         ({"row_chunk": 0}, ValueError, "row_chunk must be at least 1, got 0"),
+        ({"window": (-2, 0)}, ValueError, r"window must have ends .* got \(-2, 0\)"),
+        ({"softcap": -1.0}, ValueError, "softcap must be finite and at least 0, got -1.0"),
+        ({"softcap": math.inf}, ValueError, "softcap"),
+        ({"alibi_slopes": torch.zeros(1)}, ValueError, r"alibi_slopes must have shape \(2,\)"),
+        ({"alibi_slopes": torch.zeros(2, 2)}, ValueError, r"alibi_slopes must have shape \(1, 2\)"),
+        ({"sinks": torch.zeros(1, 2)}, ValueError, r"sinks must have shape \(2,\)"),
     ],
 )
 def test_attention_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
