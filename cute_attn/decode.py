@@ -341,7 +341,11 @@ def _plan(
         leftpad=side["cache_leftpad"] is not None,
         arch=arch,
     )
-    shares = decode_plan.shares(attend, batch, heads_k, rows, capacity, num_splits, _sms(q.device))
+    seen = None
+    if side["cache_seqlens"] is None and side["cache_leftpad"] is None:
+        end = min(count + (0 if k is None else k.shape[1]), capacity)
+        seen = (max(end - seqlen_q - left, 0) if left >= 0 else 0, end)
+    shares = decode_plan.shares(attend, batch, heads_k, rows, capacity, num_splits, _sms(q.device), seen)
     return dataclasses.replace(plan, config=attend, shares=shares)
 
 
@@ -420,6 +424,7 @@ def launch_decode(
         shares.ctas,
         shares.splits,
         shares.least,
+        shares.together,
     )
     return out, lse
 

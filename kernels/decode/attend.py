@@ -111,6 +111,7 @@ class Decode:
         ctas: Int32,
         splits: Int32,  # of a unit; 0: balanced
         least: Int32,  # tiles of a CTA at least, where balanced
+        together: Int32,  # neighbouring key heads that are taken in step
         stream,
     ):
         cfg = self.cfg
@@ -133,7 +134,7 @@ class Decode:
         capacity = k_cache.shape[1]
         if const_expr(cfg.paging != "none"):
             capacity = k_cache.shape[1] * block_table.shape[1]
-        shares = (ctas, splits, least)
+        shares = (ctas, splits, least, together)
         lengths = (seqlens, leftpad, q.shape[0], seqlen_new, capacity, q.shape[1], left)
         factor = Float32(1.0) if self.adjusted else softmax_scale_log2
         self.kernel(
@@ -689,7 +690,7 @@ class Decode:
         cta, _, _ = cute.arch.block_idx()
         lane = tid % 32
         warp = cute.arch.make_warp_uniform(tid // 32)
-        ctas, splits, least = shares
+        ctas, splits, least, together = shares
         heads_k = m_k.shape[2]
         group = m_q.shape[2] // heads_k
         m_blocks = (m_q.shape[1] * group + (cfg.rows - 1)) // cfg.rows
@@ -697,14 +698,24 @@ class Decode:
         smem = SmemAllocator().allocate_tensor(cutlass.Uint8, cute.make_layout(cfg.smem_bytes), 128)
         base = smem.iterator.toint()
 
+        # Tiles pos to end - 1 of the heads that are taken in step, the first of sequence b at `start`; or units pos,
+        # pos + ctas and so on below end.
         b, start, pos, end = Int32(0), Int32(0), Int32(0), Int32(0)
+        side, apart, whole = Int32(0), Int32(1), Int32(0)  # head among those in step, how many they are
         if splits == 0:
-            total, _ = self.splits.tiles_before(lengths, Int32(0), units)
-            sharers = self.splits.sharers(total, ctas, least)
-            if cta < sharers:
-                pos = share_start(total, sharers, cta)
-                end = share_start(total, sharers, cta + 1)
-                b, start = self.splits.locate(lengths, pos, units)
+            total, _, longest = self.splits.tiles_before(lengths, Int32(0), units)
+            whole = self.splits.whole(total, longest, units * m_q.shape[0], ctas)
+            if whole != 0:
+                pos, end, b = cta, units * m_q.shape[0], cta // units
+            else:
+                apart = together
+                side = cta % together
+                total = total // together
+                sharers = self.splits.sharers(total, ctas // together, least)
+                if cta // together < sharers:
+                    pos = share_start(total, sharers, cta // together)
+                    end = share_start(total, sharers, cta // together + 1)
+                    b, start = self.splits.locate(lengths, pos, units // together)
         else:
             unit = cta // splits
             b = unit // units
@@ -715,11 +726,14 @@ class Decode:
         slot = cta
         while pos < end:
             tiles = self.splits.tiles_of(lengths, b)
-            unit = (pos - start) // tiles
-            tile = pos - start - unit * tiles
-            count = cutlass.min(tiles - tile, end - pos)
+            unit, tile, count = pos - b * units, Int32(0), tiles
+            if whole == 0:
+                unit = (pos - start) // tiles
+                tile = pos - start - unit * tiles
+                count = cutlass.min(tiles - tile, end - pos)
             head = unit // m_blocks
             row0 = (unit - head * m_blocks) * cfg.rows
+            head = head * apart + side
             self.piece(
                 m_q,
                 m_k,
@@ -752,11 +766,15 @@ class Decode:
                 lane,
                 warp,
             )
-            pos = pos + count
             slot = cta + ctas
-            if pos == start + tiles * units:
-                start = pos
-                b = b + 1
+            if whole == 0:
+                pos = pos + count
+                if pos == start + tiles * (units // apart):
+                    start = pos
+                    b = b + 1
+            else:
+                pos = pos + ctas
+                b = pos // units
 
     @cute.jit
     def piece(
