@@ -69,7 +69,7 @@ def decode_config(
 ) -> DecodeConfig:
     """The kernel for `rows` packed rows (queries times heads of a group) and pages of `page_size` slots, None without.
 
-    As many tiles of 16 rows as there are, up to what O may take of the registers: 256 columns in all. The ring is as
+    Half a tile of 16 rows, or as many tiles as there are, up to what O may take of the registers: 256 columns in all. The ring is as
     deep as shared memory allows for two CTAs on an SM, or, where that is less than three stages, for one, at the worst
     of half the warps.
     """
@@ -85,6 +85,7 @@ def decode_config(
         scales=scales,
         paging=paging,
         m_tiles=m_tiles,
+        half_tile=rows <= 8,
         row_ends=row_ends,
         softcap=softcap,
         alibi=alibi,
@@ -151,6 +152,7 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig]:
         decode_config(128, 128, "bf16", page_size=64, rows=8),
         decode_config(40, 72, "fp16", page_size=1, rows=32, row_ends=True),
         decode_config(64, 64, "bf16", rows=64, row_ends=True),
+        decode_config(128, 128, "bf16", rows=16),
         decode_config(128, 128, "fp16", rows=4, batch_idx=True, cache="e4m3", scales="head"),
         decode_config(128, 128, "bf16", rows=8, **token),
         decode_config(256, 256, "bf16", rows=8, page_size=1, **token, **everything),

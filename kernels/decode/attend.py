@@ -253,17 +253,13 @@ class Decode:
         place, slot = sequence, key
         if const_expr(self.cfg.paging != "none"):
             place, slot = page, key % m_k_scale.shape[1]
-        of_k = m_k_scale.iterator.toint() + 4 * (
-            Int64(place) * m_k_scale.stride[0]
-            + Int64(slot) * m_k_scale.stride[1]
-            + Int64(head) * m_k_scale.stride[2]
-        )
-        of_v = m_v_scale.iterator.toint() + 4 * (
-            Int64(place) * m_v_scale.stride[0]
-            + Int64(slot) * m_v_scale.stride[1]
-            + Int64(head) * m_v_scale.stride[2]
-        )
+        # A lane has either K's or V's: chosen before the products with what changes, which so are done once.
+        of_k = m_k_scale.iterator.toint() + 4 * Int64(head) * m_k_scale.stride[2]
+        of_v = m_v_scale.iterator.toint() + 4 * Int64(head) * m_v_scale.stride[2]
         source = of_k if lane < DECODE_KEYS else of_v
+        far = m_k_scale.stride[0] if lane < DECODE_KEYS else m_v_scale.stride[0]
+        near = m_k_scale.stride[1] if lane < DECODE_KEYS else m_v_scale.stride[1]
+        source = source + 4 * (Int64(place) * far + Int64(slot) * near)
         copy_4_bytes_or_zeros(target + 4 * lane, source, 4 if (key < end) & (key >= first) else 0)
 
     @cute.jit
@@ -312,6 +308,7 @@ class Decode:
         rows = m_q.shape[1] * group
         q_frag.fill(0)
         for mt in cutlass.range_constexpr(cfg.m_tiles):
+            # Both halves always: zeros of which the assembler knew would be made anew for each product.
             for h in cutlass.range_constexpr(2):
                 row = row0 + 16 * mt + 8 * h + lane // 4
                 if const_expr(self.fp8):
@@ -432,7 +429,7 @@ class Decode:
         factor, softcap_factor, scale, slope, position, left, right = inputs
         column = key0 + 2 * (lane % 4)  # key of element 0; element i of half j is 8 j + i % 2 on
         for mt in cutlass.range_constexpr(cfg.m_tiles):
-            for h in cutlass.range_constexpr(2):
+            for h in cutlass.range_constexpr(cfg.halves):
                 first, end = keys_seen
                 if const_expr(cfg.row_ends):
                     # Anew in each step: there are no registers to keep them.
@@ -462,9 +459,10 @@ class Decode:
     @cute.jit
     def softmax(self, s: cute.Tensor, factor: cute.Tensor, state, rescale: cute.Tensor):
         """Scores -> P in place; maximum and this thread's part of the sum of each row go on, rescale is set."""
+        cfg = self.cfg
         maximum, total = state
-        for mt in cutlass.range_constexpr(self.cfg.m_tiles):
-            for h in cutlass.range_constexpr(2):
+        for mt in cutlass.range_constexpr(cfg.m_tiles):
+            for h in cutlass.range_constexpr(cfg.halves):
                 top = cute.arch.fmax(
                     cute.arch.fmax(s[2 * h, 0, mt], s[2 * h + 1, 0, mt]),
                     cute.arch.fmax(s[2 * h, 1, mt], s[2 * h + 1, 1, mt]),
@@ -486,6 +484,7 @@ class Decode:
     @cute.jit
     def scale_p(self, p: cute.Tensor, v_scale: cute.Tensor, unit_o: cute.Tensor, rescale: cute.Tensor):
         """P times the scales of V over R, in place; R and `rescale`, that of O, follow. v_scale is (2, 2)."""
+        cfg = self.cfg
         top = unit_o[0]
         for j in cutlass.range_constexpr(2):
             for e in cutlass.range_constexpr(2):
@@ -496,8 +495,8 @@ class Decode:
         inverse = power_of_two(254 - exponent)
         shrink = unit_o[0] * inverse
         unit_o[0] = power_of_two(exponent)
-        for mt in cutlass.range_constexpr(self.cfg.m_tiles):
-            for h in cutlass.range_constexpr(2):
+        for mt in cutlass.range_constexpr(cfg.m_tiles):
+            for h in cutlass.range_constexpr(cfg.halves):
                 rescale[h, mt] = rescale[h, mt] * shrink
                 for j in cutlass.range_constexpr(2):
                     for e in cutlass.range_constexpr(2):
@@ -509,18 +508,19 @@ class Decode:
         cfg = self.cfg
         moved = rescale[0, 0] != Float32(1.0)
         for mt in cutlass.range_constexpr(cfg.m_tiles):
-            for h in cutlass.range_constexpr(2):
+            for h in cutlass.range_constexpr(cfg.halves):
                 moved = moved | (rescale[h, mt] != Float32(1.0))
         if cute.arch.vote_any_sync(moved):
             for mt in cutlass.range_constexpr(cfg.m_tiles):
                 for n in cutlass.range_constexpr(self.n_tiles):
-                    for i in cutlass.range_constexpr(4):
+                    for i in cutlass.range_constexpr(2 * cfg.halves):  # a half that is left out stays 0
                         o[i, n, mt] = o[i, n, mt] * rescale[i // 2, mt]
         pair = bf16_pair if const_expr(self.product == "bf16") else fp16_pair
         words = cute.make_rmem_tensor((4, cfg.m_tiles), Uint32)
+        words.fill(0)
         for mt in cutlass.range_constexpr(cfg.m_tiles):
             for j in cutlass.range_constexpr(2):
-                for h in cutlass.range_constexpr(2):
+                for h in cutlass.range_constexpr(cfg.halves):
                     words[2 * j + h, mt] = pair(p[2 * h, j, mt], p[2 * h + 1, j, mt])
         # Matrices of a load: keys 0 to 7 and 8 to 15 of a piece of 16 bytes, then of the next piece.
         address = stage_v + lane % 16 * cfg.v_pitch + lane // 16 * 16
@@ -564,7 +564,7 @@ class Decode:
         )
         q = lane % 4
         for mt in cutlass.range_constexpr(cfg.m_tiles):
-            for h in cutlass.range_constexpr(2):
+            for h in cutlass.range_constexpr(cfg.halves):
                 row = 16 * mt + 8 * h + lane // 4
                 row_sum = quad_sum(total[h, mt])
                 if q == 0:
@@ -842,7 +842,7 @@ class Decode:
             self.share_queries(q_frag, q_place, warp, lane)
             cute.arch.sync_threads()  # all threads: every step's fragments are there
         for mt in cutlass.range_constexpr(cfg.m_tiles):
-            for h in cutlass.range_constexpr(2):
+            for h in cutlass.range_constexpr(cfg.halves):
                 row = row0 + 16 * mt + 8 * h + lane // 4
                 query = cutlass.min(row // group, seqlen_q - 1)
                 position[h, mt] = query + end - seqlen_q
