@@ -113,7 +113,10 @@ def heads_in_step(config: DecodeConfig, heads_k: int) -> int:
     """Neighbouring key heads whose rows, one behind another, end at the end of a line of L2; 1 where such groups do not
     divide the heads."""
     count = 1
-    while count * config.head_dim * config.element_bytes % LINE or count * config.head_dim_v * config.element_bytes % LINE:
+    while (
+        count * config.head_dim * config.element_bytes % LINE
+        or count * config.head_dim_v * config.element_bytes % LINE
+    ):
         count *= 2
     return count if heads_k % count == 0 else 1
 

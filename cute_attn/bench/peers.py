@@ -10,6 +10,8 @@ whole_call
     16-bit Q, K, V to a 16-bit output, quantising included. For a 16-bit contender this is its forward.
 prefill
     the forward of 16 bits beyond the papers' grid: sequences of unlike length, and a sliding window.
+decode
+    one query for each sequence against a KV cache of 16 bits, or of e4m3 with a scale for each token and head.
 
 The 8-bit peers get N(0, 1) tensors cast to e4m3 with all scales 1, which is the cheapest that they can be
 asked for.
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from cute_attn.plan import Plan
 
 OURS = "cute_attn"
-PHASES = ("forward", "quantize", "whole_call", "prefill")
+PHASES = ("forward", "quantize", "whole_call", "prefill", "decode")
 SIXTEEN_BIT = ("bf16", "fp16")
 BACKEND = "sm90"  # of ours; not "auto", which would time the emulator as if it were the kernel
 
@@ -80,25 +82,27 @@ class Prepared:
     check: Callable[[Any, cases.SampledRows], cases.OutputError] | None  # takes what `launch` returned
     bytes_moved: int | None = None  # to and from device memory, where that is what limits the phase
     held_bytes: int = 0  # of an output that is allocated once and not by the call
+    graph_calls: int = 0  # where `launch` replays a CUDA graph: the calls in it
 
 
 # provider -> (precisions it runs in, phases it has)
-_SIXTEEN = (SIXTEEN_BIT, ("forward", "whole_call"))
+_SIXTEEN = (SIXTEEN_BIT, ("forward", "whole_call", "decode"))
 PROVIDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     OURS: (("fp8", *SIXTEEN_BIT), PHASES),
-    "fa3": (("fp8", *SIXTEEN_BIT), ("forward", "whole_call", "prefill")),
+    "fa3": (("fp8", *SIXTEEN_BIT), ("forward", "whole_call", "prefill", "decode")),
     "fa4": (SIXTEEN_BIT, ("forward", "whole_call", "prefill")),
     "cudnn": (("fp8",), ("forward",)),
     "sdpa_flash": _SIXTEEN,
     "sdpa_cudnn": _SIXTEEN,
     "sdpa_efficient": _SIXTEEN,
     "sdpa_math": _SIXTEEN,
-    "copy": (("fp8",), ("quantize",)),
+    "copy": (("fp8", *SIXTEEN_BIT), ("quantize", "decode")),
 }
 _DEFAULT_FP8 = {
     "forward": (OURS, "fa3", "cudnn", "sdpa_flash"),
     "quantize": (OURS, "copy"),
     "whole_call": (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn"),
+    "decode": (OURS, "fa3", "sdpa_flash", "sdpa_cudnn", "copy"),
 }
 _DEFAULT_16BIT = (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math")
 
@@ -127,7 +131,8 @@ def contenders(
             chosen = _DEFAULT_FP8[phase] if providers is None else providers
             wanted: tuple[str, ...] = ("fp8", "bf16")
         else:
-            chosen = _DEFAULT_16BIT if providers is None else providers
+            default = _DEFAULT_FP8[phase] if phase == "decode" else _DEFAULT_16BIT
+            chosen = default if providers is None else providers
             wanted = (dtype,)
         eight_bit = [name for name in chosen if "fp8" in PROVIDERS[name][0]]
         for precision in wanted:
@@ -137,9 +142,12 @@ def contenders(
                     continue
                 if phase == "whole_call" and precision == "fp8" and name != OURS:
                     continue  # FA3's FP8 kernel takes 8-bit tensors; the library has no quantiser of its own
-                if name == OURS and precision != "fp8" and (dtype == "fp8" or phase == "quantize"):
+                if phase == "decode" and precision == "fp8" and name == "fa3":
+                    continue  # its FP8 caches want an FP8 query
+                if name in (OURS, "copy") and precision != "fp8" and (dtype == "fp8" or phase == "quantize"):
                     continue
-                for recipe in recipes if name == OURS and precision == "fp8" else (None,):
+                by_recipe = name == OURS and precision == "fp8" and phase != "decode"
+                for recipe in recipes if by_recipe else (None,):
                     found.append(Contender(name, precision, phase, recipe))
     running = {contender.provider for contender in found}
     idle = [name for name in providers or () if name not in running]
@@ -156,6 +164,10 @@ def prepare(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Ten
         NotRun: the library is not installed, or the case is left out on purpose.
         Exception: whatever the library raises.
     """
+    if contender.phase == "decode":
+        from cute_attn.bench import decode
+
+        return decode.prepare(contender, case, q, k, v)
     if contender.provider == OURS:
         return _prepare_ours(contender, case, q, k, v)
     if contender.provider == "copy":
