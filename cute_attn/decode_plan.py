@@ -3,9 +3,9 @@
 How work is shared out. The lengths of sequences stand on the device and change under a CUDA graph, so the host fixes
 only the number of CTAs: as many as the GPU holds at once, or fewer where a full cache has fewer tiles of keys. Each
 CTA takes the same number of tiles, from the lengths that it reads, or, where that takes hardly longer, whole units
-(kernels/decode/split.py); `pieces` and `parts` below are the same in Python. Where the host knows the lengths, and units
-stay whole, there is a CTA for each, and no combining kernel. With `num_splits` > 0 each unit instead is split into so many shares, by its own length alone:
-then results of a sequence do not depend on the others.
+(kernels/decode/split.py); `pieces` and `parts` below are the same in Python. Where the host knows the lengths and units
+stay whole, there is a CTA for each, and no combining kernel. With `num_splits` > 0 each unit instead is split into so
+many shares, by its own length alone: then results of a sequence do not depend on the others.
 """
 
 from __future__ import annotations
@@ -69,12 +69,14 @@ def decode_config(
 ) -> DecodeConfig:
     """The kernel for `rows` packed rows (queries times heads of a group) and pages of `page_size` slots, None without.
 
-    Half a tile of 16 rows, or as many tiles as there are, up to what O may take of the registers: 256 columns in all. The ring is as
-    deep as shared memory allows for two CTAs on an SM, or, where that is less than three stages, for one, at the worst
-    of half the warps.
+    Half a tile of 16 rows, or as many tiles as there are, up to what O may take of the registers: 256 columns in all,
+    or 128 where scales of tokens or pages, and changes of scores, want theirs. The ring is as deep as shared memory
+    allows for two CTAs on an SM, or, where that is less than three stages, for one, at the worst of half the warps.
     """
+    changed = row_ends and (softcap or alibi)
+    columns = 128 if changed and (scales == "token" or page_size is not None) else 256
     m_tiles = 1
-    while m_tiles * 16 < rows and 2 * m_tiles * max(head_dim, head_dim_v) <= 256:
+    while m_tiles * 16 < rows and 2 * m_tiles * max(head_dim, head_dim_v) <= columns:
         m_tiles *= 2
     paging = "none" if page_size is None else "token" if page_size % DECODE_KEYS else "block"
     config = DecodeConfig(
@@ -85,7 +87,7 @@ def decode_config(
         scales=scales,
         paging=paging,
         m_tiles=m_tiles,
-        half_tile=rows <= 8,
+        half_tile=rows <= 8 or max(head_dim, head_dim_v) > columns,
         row_ends=row_ends,
         softcap=softcap,
         alibi=alibi,
@@ -112,11 +114,9 @@ def ctas_per_sm(config: DecodeConfig) -> int:
 def heads_in_step(config: DecodeConfig, heads_k: int) -> int:
     """Neighbouring key heads whose rows, one behind another, end at the end of a line of L2; 1 where such groups do not
     divide the heads."""
+    of_k, of_v = (dim * config.element_bytes for dim in (config.head_dim, config.head_dim_v))
     count = 1
-    while (
-        count * config.head_dim * config.element_bytes % LINE
-        or count * config.head_dim_v * config.element_bytes % LINE
-    ):
+    while count * of_k % LINE or count * of_v % LINE:
         count *= 2
     return count if heads_k % count == 0 else 1
 
@@ -160,6 +160,8 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig]:
         decode_config(128, 128, "bf16", rows=8, **token),
         decode_config(256, 256, "bf16", rows=8, page_size=1, **token, **everything),
         decode_config(256, 256, "bf16", rows=8, page_size=16, **everything),
+        decode_config(256, 256, "bf16", rows=16, page_size=1, **everything),
+        decode_config(64, 64, "bf16", rows=64, **token, **everything),
         decode_config(192, 128, "bf16", rows=8),
         decode_config(128, 128, "bf16", rows=8, arch="sm_80"),
         decode_config(64, 64, "bf16", rows=8, arch="sm_89", **token),

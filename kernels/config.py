@@ -582,7 +582,7 @@ class DecodeConfig:
     # "none": each sequence is contiguous; "block": pages of a multiple of DECODE_KEYS; "token": pages of any size
     paging: str = "none"
     m_tiles: int = 1  # tiles of 16 packed rows (query, head of the group) that a CTA takes
-    half_tile: bool = False  # there are at most 8 packed rows: the upper half of the only tile is left out
+    half_tile: bool = False  # a CTA takes 8 packed rows: the upper half of its only tile is left out
     warps: int = 4  # each with keys and a ring of its own
     stages: int = 3  # steps of the ring, of which one is computed on
     row_ends: bool = False  # rows see different keys: causal or a window, and more than one query

@@ -86,19 +86,28 @@ class Pivot:
         value: float | None = row["tbps" if self.unit == "TB/s" else "tflops"]
         return value
 
+    def rate(self, line: CaseKey, column: str) -> float | None:
+        """What contenders are compared by: the speed, or in phase decode, whose caches differ in bytes, calls in a time
+        (as FLOP, of which a copy has none)."""
+        if self.phase != "decode":
+            return self.speed(line, column)
+        row = self.rows.get((line, column))
+        value: float | None = None if row is None else row["tflops"]
+        return value
+
     def best_peer(self, line: CaseKey) -> tuple[str, float] | None:
         """The fastest peer of a line, of any precision."""
-        timed = [(peer, speed) for peer in self.peers if (speed := self.speed(line, peer)) is not None]
+        timed = [(peer, rate) for peer in self.peers if (rate := self.rate(line, peer)) is not None]
         return max(timed, key=lambda item: item[1]) if timed else None
 
     def ratio(self, line: CaseKey, column: str, peer: str | None = None) -> float | None:
         """Speed of `column` over that of `peer`, or of the best peer of the line."""
-        own = self.speed(line, column)
+        own = self.rate(line, column)
         if peer is None:
             best = self.best_peer(line)
             other = None if best is None else best[1]
         else:
-            other = self.speed(line, peer)
+            other = self.rate(line, peer)
         return None if own is None or other is None else own / other
 
 
@@ -260,7 +269,9 @@ def _latency_grid(result: Pivot) -> Grid:
         for name in contenders:
             ms = result.rows[line, name]["ms"] if (line, name) in result.rows else None
             cells.append("-" if ms is None else f"{ms * 1e3:.1f}")
-        cells += [_ratio(result.ratio(line, name, copies[0])) for name in result.ours if copies]
+        for name in result.ours if copies else ():
+            own, copied = result.speed(line, name), result.speed(line, copies[0])
+            cells.append(_ratio(own / copied if own and copied else None))
         grid.lines.append(cells)
     grid.notes.append(
         "By a CUDA graph, without the host; small caches in turn, so that L2 does not hold them. The copy reads 1 GiB "
