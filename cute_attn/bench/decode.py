@@ -7,6 +7,7 @@ The graph takes the host out of the time, as a server that captures its decoding
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -78,17 +79,19 @@ def prepare(contender: peers.Contender, case: Case, q: Tensor, k: Tensor, v: Ten
 
         options: dict[str, Any] = {"cache_seqlens": lengths, "backend": peers.BACKEND, **scales}
         kernel, backend = cute_attn.decode_kernel(q, k, v, **options), peers.BACKEND
-        calls = [lambda pair=pair: cute_attn.flash_attn_with_kvcache(q, *pair, **options) for pair in caches]
+        attend = functools.partial(cute_attn.flash_attn_with_kvcache, **options)
+        calls = [functools.partial(attend, q, *pair) for pair in caches]
     elif contender.provider == "fa3":
         fa3 = peers.need("flash_attn_interface")
         version = peers._version("flash-attn-3", module="flash_attn_interface")
         kernel, backend = f"FlashAttention-3 {version}, num_splits 0", "sm90"
-        calls = [
-            lambda pair=pair: peers._first(
-                fa3.flash_attn_with_kvcache(q, *pair, cache_seqlens=lengths, num_splits=0)
+
+        def attend3(keys: Tensor, values: Tensor) -> Tensor:
+            return peers._first(
+                fa3.flash_attn_with_kvcache(q, keys, values, cache_seqlens=lengths, num_splits=0)
             )
-            for pair in caches
-        ]
+
+        calls = [functools.partial(attend3, *pair) for pair in caches]
     else:
         ready = [peers._prepare_sdpa(contender.provider, case, q, *pair) for pair in caches]
         kernel, backend = ready[0].kernel, ready[0].backend
