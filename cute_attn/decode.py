@@ -91,8 +91,8 @@ def flash_attn_with_kvcache(
         window_size: (left, right), as in `flash_attn_func`.
         softcap, alibi_slopes, sinks: as in `flash_attn_func`.
         rotary_interleaved: pairs of columns are 2 i and 2 i + 1, else i and i + rotary_dim / 2.
-        num_splits: 0: work is shared out evenly over the GPU; n > 0: the keys of each head of a sequence are split into
-            n parts by its own length alone.
+        num_splits: 0: work is shared out evenly over the GPU, or by whole heads where that is about as even; n > 0:
+            the keys of each head of a sequence are split into n parts by its own length alone.
         return_softmax_lse: also return the log-sum-exp of each row's scores.
         k_descale, v_descale: float32, of a float8_e4m3fn cache: (batch, heads_k), or (batch_cache or pages,
             seqlen_cache or page_size, heads_k) for one of each token; any strides.
@@ -170,6 +170,9 @@ def decode_kernel(
     backend: str = "auto",
 ) -> str:
     """Name of the kernel with which `flash_attn_with_kvcache` attends with these arguments, without running it.
+
+    It is the same for a prompt of many queries, which goes through it in blocks of rows (queries times heads of a
+    group), each of which reads the keys again: "mhalf" in the name means 8 rows, "m1" 16, "m2" 32, "m4" 64, "m8" 128.
 
     Args: as those of `flash_attn_with_kvcache`. "reference" where no kernel runs.
 
@@ -341,7 +344,11 @@ def _plan(
         leftpad=side["cache_leftpad"] is not None,
         arch=arch,
     )
-    shares = decode_plan.shares(attend, batch, heads_k, rows, capacity, num_splits, _sms(q.device))
+    seen = None
+    if side["cache_seqlens"] is None and side["cache_leftpad"] is None:
+        end = min(count + (0 if k is None else k.shape[1]), capacity)
+        seen = (max(end - seqlen_q - left, 0) if left >= 0 else 0, end)
+    shares = decode_plan.shares(attend, batch, heads_k, rows, capacity, num_splits, _sms(q.device), seen)
     return dataclasses.replace(plan, config=attend, shares=shares)
 
 
@@ -420,6 +427,7 @@ def launch_decode(
         shares.ctas,
         shares.splits,
         shares.least,
+        shares.together,
     )
     return out, lse
 

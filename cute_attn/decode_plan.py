@@ -2,9 +2,10 @@
 
 How work is shared out. The lengths of sequences stand on the device and change under a CUDA graph, so the host fixes
 only the number of CTAs: as many as the GPU holds at once, or fewer where a full cache has fewer tiles of keys. Each
-CTA takes the same number of tiles, from the lengths that it reads (kernels/decode/split.py); `pieces` and `parts` below
-are the same in Python. With `num_splits` > 0 each unit instead is split into so many shares, by its own length alone:
-then results of a sequence do not depend on the others.
+CTA takes the same number of tiles, from the lengths that it reads, or, where that takes hardly longer, whole units
+(kernels/decode/split.py); `pieces` and `parts` below are the same in Python. Where the host knows the lengths and units
+stay whole, there is a CTA for each, and no combining kernel. With `num_splits` > 0 each unit instead is split into so
+many shares, by its own length alone: then results of a sequence do not depend on the others.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _RESERVED: Final = 1024  # bytes of shared memory that the system takes for each
 MOST_STAGES: Final = 8
 LEAST_STAGES: Final = 3  # two in flight while one is computed on
 LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining kernel than it saves
+LINE: Final = 128  # bytes of a line of L2, which a copy of a part of it loads whole
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,14 @@ class Shares:
         splits: shares of each unit; 0: work is balanced over all CTAs.
         least: tiles of a CTA at least, where balanced.
         slots: of the workspace, for parts of rows.
+        together: neighbouring key heads that CTAs side by side take in step, where balanced.
     """
 
     ctas: int
     splits: int
     least: int
     slots: int
+    together: int = 1
 
 
 def decode_config(
@@ -65,12 +69,14 @@ def decode_config(
 ) -> DecodeConfig:
     """The kernel for `rows` packed rows (queries times heads of a group) and pages of `page_size` slots, None without.
 
-    As many tiles of 16 rows as there are, up to what O may take of the registers: 256 columns in all. The ring is as
-    deep as shared memory allows for two CTAs on an SM, or, where that is less than three stages, for one, at the worst
-    of half the warps.
+    Half a tile of 16 rows, or as many tiles as there are, up to what O may take of the registers: 256 columns in all,
+    or 128 where scales of tokens or pages, and changes of scores, want theirs. The ring is as deep as shared memory
+    allows for two CTAs on an SM, or, where that is less than three stages, for one, at the worst of half the warps.
     """
+    changed = row_ends and (softcap or alibi)
+    columns = 128 if changed and (scales == "token" or page_size is not None) else 256
     m_tiles = 1
-    while m_tiles * 16 < rows and 2 * m_tiles * max(head_dim, head_dim_v) <= 256:
+    while m_tiles * 16 < rows and 2 * m_tiles * max(head_dim, head_dim_v) <= columns:
         m_tiles *= 2
     paging = "none" if page_size is None else "token" if page_size % DECODE_KEYS else "block"
     config = DecodeConfig(
@@ -81,6 +87,7 @@ def decode_config(
         scales=scales,
         paging=paging,
         m_tiles=m_tiles,
+        half_tile=rows <= 8 or max(head_dim, head_dim_v) > columns,
         row_ends=row_ends,
         softcap=softcap,
         alibi=alibi,
@@ -104,17 +111,39 @@ def ctas_per_sm(config: DecodeConfig) -> int:
     return max(1, min(by_registers, SMEM_PER_SM[config.arch] // (config.smem_bytes + _RESERVED)))
 
 
+def heads_in_step(config: DecodeConfig, heads_k: int) -> int:
+    """Neighbouring key heads whose rows, one behind another, end at the end of a line of L2; 1 where such groups do not
+    divide the heads."""
+    of_k, of_v = (dim * config.element_bytes for dim in (config.head_dim, config.head_dim_v))
+    count = 1
+    while count * of_k % LINE or count * of_v % LINE:
+        count *= 2
+    return count if heads_k % count == 0 else 1
+
+
 def shares(
-    config: DecodeConfig, batch: int, heads_k: int, rows: int, capacity: int, num_splits: int, sms: int
+    config: DecodeConfig,
+    batch: int,
+    heads_k: int,
+    rows: int,
+    capacity: int,
+    num_splits: int,
+    sms: int,
+    seen: tuple[int, int] | None = None,
 ) -> Shares:
-    """How to share out `batch` sequences of up to `capacity` keys with `rows` packed rows for each key head."""
+    """How to share out `batch` sequences of up to `capacity` keys with `rows` packed rows for each key head.
+
+    seen: slots (first, end) that the queries of each sequence see, where the host knows them.
+    """
     units = batch * heads_k * -(-rows // config.rows)
     if num_splits:
         ctas = units * num_splits
         return Shares(ctas, num_splits, 1, ctas if num_splits > 1 else 0)
     tiles = units * max(1, -(-capacity // config.tile_keys))
     ctas = min(sms * ctas_per_sm(config), tiles)
-    return Shares(ctas, 0, LEAST_TILES, 2 * ctas)
+    if seen is not None and whole(ctas, [tiles_of(config, *seen)] * batch, units // batch):
+        return Shares(units, 1, 1, 0)
+    return Shares(ctas, 0, LEAST_TILES, 2 * ctas, heads_in_step(config, heads_k))
 
 
 def all_decode_configs() -> list[DecodeConfig | AppendConfig]:
@@ -126,10 +155,13 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig]:
         decode_config(128, 128, "bf16", page_size=64, rows=8),
         decode_config(40, 72, "fp16", page_size=1, rows=32, row_ends=True),
         decode_config(64, 64, "bf16", rows=64, row_ends=True),
+        decode_config(128, 128, "bf16", rows=16),
         decode_config(128, 128, "fp16", rows=4, batch_idx=True, cache="e4m3", scales="head"),
         decode_config(128, 128, "bf16", rows=8, **token),
         decode_config(256, 256, "bf16", rows=8, page_size=1, **token, **everything),
         decode_config(256, 256, "bf16", rows=8, page_size=16, **everything),
+        decode_config(256, 256, "bf16", rows=16, page_size=1, **everything),
+        decode_config(64, 64, "bf16", rows=64, **token, **everything),
         decode_config(192, 128, "bf16", rows=8),
         decode_config(128, 128, "bf16", rows=8, arch="sm_80"),
         decode_config(64, 64, "bf16", rows=8, arch="sm_89", **token),
@@ -169,6 +201,12 @@ def tiles_of(config: DecodeConfig, first: int, end: int) -> int:
     return max(-(-end // keys) - first // keys, 1)
 
 
+def whole(ctas: int, tiles: Sequence[int], units: int) -> bool:
+    """Whether balanced work is done in whole units; tiles: of a unit, for each sequence; units: of a sequence."""
+    each = -(-sum(tiles) * units // ctas)
+    return -(-len(tiles) * units // ctas) * max(tiles) <= each + each // 16
+
+
 @dataclass(frozen=True)
 class Piece:
     """Tiles `tile` to tile + count - 1 of a unit of sequence `batch`, for one CTA. slot: -1 where that is all of it."""
@@ -181,18 +219,25 @@ class Piece:
     slot: int
 
 
-def pieces(plan: Shares, tiles: Sequence[int], units: int) -> list[Piece]:
-    """What each CTA does; tiles: of a unit, for each sequence; units: of a sequence."""
+def pieces(plan: Shares, tiles: Sequence[int], units: int, m_blocks: int = 1) -> list[Piece]:
+    """What each CTA does; tiles: of a unit, for each sequence; units: of a sequence; m_blocks: units of a key head."""
     found = []
-    total = sum(tiles) * units
-    sharers = max(min(plan.ctas, total // plan.least), 1)
+    if plan.splits == 0 and whole(plan.ctas, tiles, units):
+        for unit in range(len(tiles) * units):
+            b = unit // units
+            found.append(Piece(unit % plan.ctas, b, unit - b * units, 0, tiles[b], -1))
+        return found
+    apart = 1 if plan.splits else plan.together
+    total, own = sum(tiles) * units // apart, units // apart
+    sharers = max(min(plan.ctas // apart, total // plan.least), 1)
     for cta in range(plan.ctas):
         b = start = pos = end = 0
+        share, side = divmod(cta, apart)
         if plan.splits == 0:
-            if cta < sharers:
-                pos, end = share_start(total, sharers, cta), share_start(total, sharers, cta + 1)
-                while start + tiles[b] * units <= pos:
-                    start += tiles[b] * units
+            if share < sharers:
+                pos, end = share_start(total, sharers, share), share_start(total, sharers, share + 1)
+                while start + tiles[b] * own <= pos:
+                    start += tiles[b] * own
                     b += 1
         else:
             unit, split = divmod(cta, plan.splits)
@@ -203,25 +248,35 @@ def pieces(plan: Shares, tiles: Sequence[int], units: int) -> list[Piece]:
         while pos < end:
             unit, tile = divmod(pos - start, tiles[b])
             count = min(tiles[b] - tile, end - pos)
+            head, block = divmod(unit, m_blocks)
+            unit = (head * apart + side) * m_blocks + block
             found.append(Piece(cta, b, unit, tile, count, -1 if count == tiles[b] else slot))
             pos += count
             slot = cta + plan.ctas
-            if pos == start + tiles[b] * units:
+            if pos == start + tiles[b] * own:
                 start = pos
                 b += 1
     return found
 
 
-def parts(plan: Shares, tiles: Sequence[int], units: int, batch: int, unit: int) -> list[int]:
+def parts(
+    plan: Shares, tiles: Sequence[int], units: int, batch: int, unit: int, m_blocks: int = 1
+) -> list[int]:
     """Slots whose parts the combining kernel adds up for a unit; none where it leaves the unit alone."""
+    apart = 1
     if plan.splits:
         first = (batch * units + unit) * plan.splits
         count, later = min(plan.splits, tiles[batch]), 0
+    elif whole(plan.ctas, tiles, units):
+        return []
     else:
-        total = sum(tiles) * units
-        sharers = max(min(plan.ctas, total // plan.least), 1)
-        at = sum(tiles[:batch]) * units + unit * tiles[batch]
-        first = share_of(total, sharers, at)
-        count = share_of(total, sharers, at + tiles[batch] - 1) - first + 1
-        later = plan.ctas if share_start(total, sharers, first) < at else 0
-    return [first + i + (later if i == 0 else 0) for i in range(count)] if count > 1 else []
+        apart = plan.together
+        head, block = divmod(unit, m_blocks)
+        total = sum(tiles) * units // apart
+        sharers = max(min(plan.ctas // apart, total // plan.least), 1)
+        at = sum(tiles[:batch]) * units // apart + (head // apart * m_blocks + block) * tiles[batch]
+        share = share_of(total, sharers, at)
+        count = share_of(total, sharers, at + tiles[batch] - 1) - share + 1
+        later = plan.ctas if share_start(total, sharers, share) < at else 0
+        first = share * apart + head % apart
+    return [first + i * apart + (later if i == 0 else 0) for i in range(count)] if count > 1 else []

@@ -99,9 +99,12 @@ class KVCache:
             shape = (pages, page_size, heads_k)
         self.k = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
         self.v = torch.zeros(*shape, head_dim_v, dtype=dtype, device=device)
-        scaled = dtype == kv.E4M3
-        self.k_descale = torch.ones(shape, dtype=torch.float32, device=device) if scaled else None
-        self.v_descale = torch.ones(shape, dtype=torch.float32, device=device) if scaled else None
+        # Scales of a head lie one behind another: side by side with those of other heads, a head's copies of four bytes
+        # would each load a line of L2.
+        scales = (shape[0], heads_k, shape[1]) if dtype == kv.E4M3 else None
+        self.k_descale, self.v_descale = (
+            None if scales is None else torch.ones(scales, device=device).transpose(1, 2) for _ in range(2)
+        )
         self.rotation_signs = (
             None if rotation_seed is None else rotation_signs(head_dim, rotation_seed, self.k.device)
         )

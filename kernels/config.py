@@ -600,6 +600,7 @@ class DecodeConfig:
     # "none": each sequence is contiguous; "block": pages of a multiple of DECODE_KEYS; "token": pages of any size
     paging: str = "none"
     m_tiles: int = 1  # tiles of 16 packed rows (query, head of the group) that a CTA takes
+    half_tile: bool = False  # a CTA takes 8 packed rows: the upper half of its only tile is left out
     warps: int = 4  # each with keys and a ring of its own
     stages: int = 3  # steps of the ring, of which one is computed on
     row_ends: bool = False  # rows see different keys: causal or a window, and more than one query
@@ -618,7 +619,12 @@ class DecodeConfig:
     @property
     def rows(self) -> int:
         """Packed rows of a CTA."""
-        return 16 * self.m_tiles
+        return 8 if self.half_tile else 16 * self.m_tiles
+
+    @property
+    def halves(self) -> int:
+        """Of a tile that are computed: a lane has a row in each."""
+        return 1 if self.half_tile else 2
 
     @property
     def tile_keys(self) -> int:
@@ -682,7 +688,7 @@ class DecodeConfig:
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA: its warps', and Q, or 16 bytes into which an odd row's last load reaches."""
-        q = self.rows * 2 * (-(-self.head_dim // 16) * 16) if self.q_in_smem else 16
+        q = 16 * self.m_tiles * 2 * (-(-self.head_dim // 16) * 16) if self.q_in_smem else 16
         return self.warps * self.warp_bytes + q
 
     @property
@@ -691,7 +697,7 @@ class DecodeConfig:
         paging = "" if self.paging == "none" else f"_paged_{self.paging}"
         mask = "_ends" if self.row_ends else ""
         mask += "".join(f"_{name}" for name in _DECODE_EXTRAS if getattr(self, name))
-        tiles = f"m{self.m_tiles}w{self.warps}s{self.stages}"
+        tiles = f"m{'half' if self.half_tile else self.m_tiles}w{self.warps}s{self.stages}"
         arch = self.arch.replace("_", "").removesuffix("a")
         return f"decode_{arch}_{cache}_{dims_name(self.head_dim, self.head_dim_v)}{paging}{mask}_{tiles}"
 
@@ -711,6 +717,8 @@ class DecodeConfig:
                 raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
         if self.cache == "e4m3" and self.arch not in E4M3_ARCHS:
             raise ValueError(f"arch must be one of {E4M3_ARCHS} for a cache of e4m3, got {self.arch!r}")
+        if self.half_tile and self.m_tiles != 1:
+            raise ValueError(f"m_tiles must be 1 with half_tile, got {self.m_tiles}")
         if self.m_tiles * max(self.head_dim, self.head_dim_v) > 256:
             raise ValueError(
                 f"m_tiles * head_dim must be at most 256 for the registers, got {self.m_tiles} tiles"

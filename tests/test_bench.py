@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 import torch
 
+from cute_attn import decode as cute_attn_decode
 from cute_attn import flash, reference
 from cute_attn.bench import __main__ as cli
-from cute_attn.bench import cases, figures, lengths, overhead, peers, record, report, timing
+from cute_attn.bench import cases, decode, figures, lengths, overhead, peers, record, report, timing
 from cute_attn.kernels.config import FwdConfig, QuantizeConfig
 from cute_attn.plan16 import forward16_config
 
@@ -317,6 +318,14 @@ def test_contenders_by_dtype_and_phase() -> None:
     assert sixteen and all(label.endswith(" fp16") for label in sixteen)
     assert labels("bf16", "forward", "fa3", "cute_attn") == ["fa3 bf16", "cute_attn bf16"]
     assert labels("bf16", "whole_call", "cute_attn") == ["cute_attn bf16"]
+    assert labels("fp8", "decode") == [
+        "cute_attn fp8",
+        "copy fp8",
+        "fa3 bf16",
+        "sdpa_flash bf16",
+        "sdpa_cudnn bf16",
+    ]
+    assert labels("bf16", "decode")[0] == "cute_attn bf16" and labels("bf16", "decode")[-1] == "copy bf16"
     with pytest.raises(
         ValueError, match="nothing to time for a default provider with dtype bf16 in phase quantize"
     ):
@@ -510,6 +519,121 @@ def test_a_missing_function_of_ours_is_a_row(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("cute_attn._HOME", {})
     rows = timing.time_cell(MIX, [peers.Contender("cute_attn", "bf16", "prefill")], rounds=1, device="cpu")
     assert rows[0]["status"] == "unavailable" and "unlike length" in rows[0]["reason"]
+
+
+# --- phase decode
+
+
+def test_decode_cells() -> None:
+    found = decode.cells()
+    assert {case.seqlen_q for case in found} == {1} and {case.causal for case in found} == {False}
+    assert {case.batch * case.seqlen_k for case in found} == {131072}
+    assert {(case.heads_q, case.heads_k) for case in found} == {(64, 8)}
+    assert [(case.head_dim, case.batch) for case in found[:4]] == [(64, 128), (64, 16), (64, 1), (128, 128)]
+    assert decode.cells(seqlens=[100], head_dims=[64], batch=3, heads=6) == [
+        cases.Case(3, 1, 100, 6, 6, 64, False)
+    ]
+    with pytest.raises(ValueError, match="heads_k must divide the 6 heads"):
+        decode.cells(heads=6, heads_k=4)
+
+
+class FakeCaches:
+    """FA3's function, and ours, by the reference; it notes how it was called."""
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
+
+    def flash_attn_with_kvcache(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        self.options.append(options)
+        kept = {name: x for name, x in options.items() if name not in ("num_splits", "backend")}
+        return cute_attn_decode.reference(q, k, v, softmax_scale=1 / math.sqrt(q.shape[3]), **kept)[0].to(
+            q.dtype
+        )
+
+
+@pytest.mark.parametrize(
+    ("provider", "dtype"), [("cute_attn", "bf16"), ("cute_attn", "fp8"), ("fa3", "bf16"), ("copy", "bf16")]
+)
+def test_decode_calls(provider: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases.Case(3, 1, 200, 8, 2, 64, False)
+    library = FakeCaches()
+    monkeypatch.setattr(peers, "need", lambda module: library)
+    monkeypatch.setattr("cute_attn.flash_attn_with_kvcache", library.flash_attn_with_kvcache, raising=False)
+    monkeypatch.setattr("cute_attn.decode_kernel", lambda *args, **options: "kernel", raising=False)
+    rows = timing.time_cell(
+        case,
+        [peers.Contender(provider, dtype, "decode")],
+        rounds=1,
+        device="cpu",
+        time_batch=lambda launch, count: 1.0 * count,
+    )
+    record.validate(meta(), rows)
+    assert rows[0]["status"] == "ok", rows[0]["reason"]
+    if provider == "copy":
+        assert rows[0]["tflops"] is None and rows[0]["tbps"] == pytest.approx(2 * 1024 / 1e9)
+        return
+    keys = 2 * 3 * 200 * 2  # of K and of V, in all heads
+    expected = keys * (64 * 2 if dtype == "bf16" else 64 + 4)
+    assert rows[0]["tbps"] == pytest.approx(expected / 1e9)
+    assert rows[0]["rel_rmse"] < (0.01 if dtype == "bf16" else 0.1)
+    options = library.options[-1]
+    assert options["cache_seqlens"].tolist() == [200] * 3 and options["cache_seqlens"].dtype == torch.int32
+    assert options.get("num_splits") == (0 if provider == "fa3" else None)
+    assert options.get("backend") == (None if provider == "fa3" else "sm90")
+    if dtype == "fp8":
+        assert options["k_descale"].shape == (3, 200, 2) and options["k_descale"].stride() == (400, 1, 200)
+
+
+def test_a_graph_of_several_calls_counts_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = peers.Prepared(lambda: torch.zeros(1), "kernel", "sm90", None, 12, graph_calls=3)
+    rows = timing.time_cell(
+        CASE,
+        [peers.Contender("cute_attn", "bf16", "decode")],
+        rounds=2,
+        device="cpu",
+        prepare=lambda *args: ready,
+        time_batch=lambda launch, count: 6.0 * count,
+    )
+    assert rows[0]["ms"] == 2.0 and rows[0]["tbps"] == 12 / 2.0 / 1e9
+    assert rows[0]["launches"] % 3 == 0 and rows[0]["peak_bytes"] is None
+
+
+def test_decode_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "hopper_device", lambda: (True, "a GPU of this test"))
+
+    def time_cell(case: cases.Case, group: list[peers.Contender], **_: Any) -> list[dict[str, Any]]:
+        speeds = {"cute_attn": 4.0, "fa3": 3.2, "copy": 5.0}
+        return [
+            timed_row(
+                c.provider,
+                1.0,
+                dtype=c.dtype,
+                phase=c.phase,
+                recipe=None,
+                tbps=speeds.get(c.provider, 2.0),
+                tflops=None if c.provider == "copy" else speeds.get(c.provider, 2.0),
+                **case.fields,
+            )
+            for c in group
+        ]
+
+    monkeypatch.setattr(timing, "time_cell", time_cell)
+    path = tmp_path / "x.json"
+    words = "--report speed --dtype bf16 --phase decode --seqlen 8192 --head-dim 128"
+    assert cli.main([*words.split(), "--json", str(path)]) == 0
+    found = record.read(path).rows
+    assert {row["batch"] for row in found} == {16} and len(found) == 5
+    assert "One query for each sequence against a KV cache" in capsys.readouterr().out
+    speed, _, latency, _ = report.speed_grids(found)
+    assert speed.lines[0][2:5] == ["1x8192", "16 x 64/8", "4.00"]
+    assert "fa3 bf16" in speed.lines[0] and "1.25x" in speed.lines[0]  # the copy is no peer
+    assert latency.headers[-1] == "cute_attn bf16 / copy" and latency.lines[0][-1] == "0.80x"
+    with pytest.raises(SystemExit):
+        cli.main(["--report", "speed", "--dtype", "bf16", "--phase", "decode", "--plot", "x.png"])
 
 
 def test_prefill_report(

@@ -414,14 +414,18 @@ def test_every_tile_is_done_once_and_every_part_added_up() -> None:
     for _ in range(2000):
         batch, units = random.randint(1, 6), random.randint(1, 5)
         tiles = [random.choice([1, 1, 2, 3, 7, 20]) for _ in range(batch)]
+        m_blocks = 1
         if random.random() < 0.5:
             splits = random.randint(1, 5)
             ctas = batch * units * splits
             plan = Shares(ctas, splits, 1, ctas if splits > 1 else 0)
         else:
             ctas = random.randint(1, 40)
-            plan = Shares(ctas, 0, random.randint(1, 3), 2 * ctas)
-        found = decode_plan.pieces(plan, tiles, units)
+            together, m_blocks = random.choice((1, 1, 2, 4)), random.randint(1, 3)
+            units = together * m_blocks * random.randint(1, 3)
+            ctas = max(ctas, together)
+            plan = Shares(ctas, 0, random.randint(1, 3), 2 * ctas, together)
+        found = decode_plan.pieces(plan, tiles, units, m_blocks)
         done = {(p.batch, p.unit, i): p for p in found for i in range(p.tile, p.tile + p.count)}
         assert len(done) == sum(p.count for p in found) == sum(tiles) * units
         slots = [p.slot for p in found if p.slot >= 0]
@@ -429,7 +433,52 @@ def test_every_tile_is_done_once_and_every_part_added_up() -> None:
         for b in range(batch):
             for unit in range(units):
                 left = {done[b, unit, i].slot for i in range(tiles[b])}
-                assert (left - {-1}) == set(decode_plan.parts(plan, tiles, units, b, unit))
+                assert (left - {-1}) == set(decode_plan.parts(plan, tiles, units, b, unit, m_blocks))
+
+
+def test_neighbouring_heads_are_read_in_step() -> None:
+    """Where rows of heads share a line, CTAs side by side have the same tiles of them."""
+    plan = Shares(12, 0, 2, 24, 4)
+    found = decode_plan.pieces(plan, [11, 30, 2], 8)
+    for cta in range(0, 12, 4):
+        steps = [[(p.batch, p.tile, p.count) for p in found if p.cta == cta + i] for i in range(4)]
+        assert steps[0] and steps.count(steps[0]) == 4
+        heads = [{p.unit % 4 for p in found if p.cta == cta + i} for i in range(4)]
+        assert heads == [{0}, {1}, {2}, {3}]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "cache", "heads_k", "count"),
+    [
+        (64, 64, "e4m3", 8, 2),
+        (32, 64, "e4m3", 8, 4),
+        (128, 128, "e4m3", 8, 1),
+        (64, 64, "16bit", 8, 1),
+        (128, 64, "e4m3", 6, 2),
+        (64, 64, "e4m3", 1, 1),
+        (40, 128, "16bit", 8, 8),
+        (40, 128, "16bit", 4, 1),
+    ],
+)
+def test_heads_in_step_end_with_a_line(
+    head_dim: int, head_dim_v: int, cache: str, heads_k: int, count: int
+) -> None:
+    scales = "token" if cache == "e4m3" else "none"
+    config = decode_plan.decode_config(head_dim, head_dim_v, "bf16", cache=cache, scales=scales)
+    assert decode_plan.heads_in_step(config, heads_k) == count
+
+
+def test_units_stay_whole_where_that_takes_hardly_longer() -> None:
+    assert decode_plan.whole(264, [128] * 64, 8)  # two rounds of 128 for shares of 249
+    assert decode_plan.whole(264, [16] * 128, 8)
+    assert not decode_plan.whole(264, [128] * 16, 8)  # half of the CTAs would have nothing
+    assert not decode_plan.whole(264, [16] * 127 + [1600], 8)  # one sequence would take as long as all
+    config = decode_plan.decode_config(128, 128, "bf16", rows=8)
+    known = decode_plan.shares(config, 64, 8, 8, 8192, 0, 132, (0, 8192))
+    assert known == Shares(512, 1, 1, 0)  # nothing to combine: that kernel is not launched
+    assert decode_plan.shares(config, 64, 8, 8, 8192, 0, 132).splits == 0
+    assert decode_plan.shares(config, 16, 8, 8, 8192, 0, 132, (0, 8192)).splits == 0
+    assert decode_plan.shares(config, 1, 8, 8, 8192, 0, 132, (0, 0)) == Shares(8, 1, 1, 0)
 
 
 def test_shares_of_work_are_even() -> None:

@@ -44,6 +44,7 @@ class Case:
     dtype: torch.dtype = BF16
     batch_idx: bool = False
     leftpad: bool = False
+    lengths_of_host: bool = False  # cache_seqlens is an int
     alibi: bool = False
     sinks: bool = False
     magnitudes: tuple[float, float] = (1.0, 1.0)  # of q and v
@@ -194,6 +195,39 @@ CASES = [
     Case("e4m3_tiny_values", scales="token", magnitudes=(1.0, 1e-6)),
     Case("e4m3_huge_queries", scales="token", magnitudes=(1e6, 1.0), options={"softmax_scale": 1e-7}),
     Case("e4m3_long", (40000, 100), slots=40000, scales="token"),
+    # Neighbouring heads in step: rows of 64 bytes, of 64 and 128, and of 80 and 144, of which eight end with a line.
+    Case("in_step", (5000, 3, 777), slots=5000, dims=(64, 64), heads=(8, 4), scales="token"),
+    Case(
+        "in_step_pages",
+        (5000, 0, 777),
+        slots=5008,
+        dims=(64, 128),
+        heads=(8, 4),
+        scales="token",
+        page_size=16,
+    ),
+    Case("8_in_step", (3000, 1, 900), slots=3000, dims=(40, 72), heads=(16, 8)),
+    Case(
+        "8_in_step_queries", (3000, 70), seqlen_q=40, slots=3000, dims=(40, 72), heads=(16, 8), options=CAUSAL
+    ),
+    # Whole units: in one round or more, and where the host knows the lengths and combines nothing.
+    Case("whole", tuple(260 + i % 40 for i in range(400)), slots=300),
+    Case("whole_blocks", tuple(260 + i % 40 for i in range(100)), seqlen_q=16, slots=300, options=CAUSAL),
+    Case("whole_by_host", (300,) * 400, slots=310, lengths_of_host=True),
+    Case("host_knows", (4000,) * 3, slots=4010, lengths_of_host=True),
+    Case("9_rows", heads=(9, 1)),
+    # Blocks of half a tile, for want of registers.
+    Case(
+        "half_tiles",
+        seqlen_q=5,
+        dims=(256, 256),
+        page_size=1,
+        alibi=True,
+        sinks=True,
+        leftpad=True,
+        options={"softcap": 3.0, "causal": True},
+    ),
+    Case("e4m3_half_tiles", seqlen_q=5, dims=(256, 256), scales="token", alibi=True, options=CAUSAL),
 ]
 
 
@@ -299,7 +333,8 @@ def check(got: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, case: Cas
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_against_float64(case: Case) -> None:
     q, k, v, options = case.make()
-    got = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
+    lengths = {"cache_seqlens": case.lengths[0]} if case.lengths_of_host else {}
+    got = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **{**options, **lengths})
     check(got, q, k, v, case, **options)
 
 

@@ -26,6 +26,7 @@ EPILOG = """examples:
   python -m cute_attn.bench --report overhead --json overhead.json
   python -m cute_attn.bench --report speed --dtype bf16 --phase prefill --json prefill.json
   python -m cute_attn.bench --report speed --dtype bf16 --phase backward,train --json train.json
+  python -m cute_attn.bench --report speed --dtype bf16 --phase decode --json decode.json
   python -m cute_attn.bench --report memory --html memory.html
   python -m cute_attn.bench --render speed.json --html speed.html
   python -m cute_attn.bench --compare before.json after.json
@@ -273,6 +274,20 @@ class Run:
             heads_k=options.heads_k,
         )
 
+    def decode_cells(self) -> list[Any]:
+        """The cases of phase decode; lengths, tokens and heads have defaults of their own."""
+        from cute_attn.bench import cases, decode
+
+        options = self.options
+        return decode.cells(
+            seqlens=options.seqlen or decode.SEQLENS,
+            head_dims=options.head_dim,
+            tokens=decode.TOKENS if options.tokens == cases.TOKENS else options.tokens,
+            batch=options.batch,
+            heads=options.heads,
+            heads_k=options.heads_k,
+        )
+
     def contenders(self) -> list[Any]:
         """Who is timed."""
         from cute_attn.bench import peers
@@ -289,9 +304,12 @@ class Run:
         options, found = self.options, self.contenders()
         rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
         start = len(self.rows)
-        todo = [(case, phase) for case in self.cells() for phase in options.phase if phase != "prefill"]
+        own = ("prefill", "decode")  # with cases of their own
+        todo = [(case, phase) for case in self.cells() for phase in options.phase if phase not in own]
         if "prefill" in options.phase:
             todo += [(case, "prefill") for case in self.prefill_cells()]
+        if "decode" in options.phase:
+            todo += [(case, "decode") for case in self.decode_cells()]
         try:
             with self.progress() as progress:
                 task = progress.add_task("timing", total=len(todo))
@@ -558,11 +576,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options.min_batch_ms > 0:
             raise ValueError(f"--min-batch-ms must be positive, got {options.min_batch_ms:g}")
         run.cells()
+        if "decode" in options.phase:
+            run.decode_cells()
         run.contenders()
         if options.plot:
             report.need_matplotlib()
-            if options.report == "speed" and set(options.phase) == {"prefill"}:
-                raise ValueError("--plot draws speed by length, of which phase prefill has one alone")
+            if options.report == "speed" and set(options.phase) <= {"prefill", "decode"}:
+                raise ValueError("--plot draws speed by length, of which phase prefill and decode have none")
         if options.tensors is not None:
             data.load_user_tensors(options.tensors)  # refused now and not after the timing
         if options.report in ("speed", "overhead") and not hopper:

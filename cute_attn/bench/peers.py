@@ -14,6 +14,8 @@ backward
     the gradients of 16-bit Q, K and V, after a forward that is not timed.
 train
     forward and backward. An 8-bit contender has a forward of its own and the 16-bit backward.
+decode
+    one query for each sequence against a KV cache of 16 bits, or of e4m3 with a scale for each token and head.
 
 The 8-bit peers get N(0, 1) tensors cast to e4m3 with all scales 1, which is the cheapest that they can be
 asked for.
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from cute_attn.plan import Plan
 
 OURS = "cute_attn"
-PHASES = ("forward", "quantize", "whole_call", "prefill", "backward", "train")
+PHASES = ("forward", "quantize", "whole_call", "prefill", "decode", "backward", "train")
 ONLY_16BIT = ("prefill", "backward")
 SIXTEEN_BIT = ("bf16", "fp16")
 BACKEND = "sm90"  # of ours; not "auto", which would time the emulator as if it were the kernel
@@ -86,27 +88,29 @@ class Prepared:
     check: Callable[[Any, Any], cases.OutputError] | None
     bytes_moved: int | None = None  # to and from device memory, where that is what limits the phase
     held_bytes: int = 0  # of an output that is allocated once and not by the call
+    graph_calls: int = 0  # where `launch` replays a CUDA graph: the calls in it
 
 
 # provider -> (precisions it runs in, phases it has)
-_SIXTEEN = (SIXTEEN_BIT, ("forward", "whole_call", "backward", "train"))
+_SIXTEEN = (SIXTEEN_BIT, ("forward", "whole_call", "decode", "backward", "train"))
 _FLASH = ("forward", "whole_call", "prefill", "backward", "train")
 PROVIDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     OURS: (("fp8", *SIXTEEN_BIT), PHASES),
-    "fa3": (("fp8", *SIXTEEN_BIT), _FLASH),
+    "fa3": (("fp8", *SIXTEEN_BIT), (*_FLASH, "decode")),
     "fa4": (SIXTEEN_BIT, _FLASH),
     "cudnn": (("fp8",), ("forward",)),
     "sdpa_flash": _SIXTEEN,
     "sdpa_cudnn": _SIXTEEN,
     "sdpa_efficient": _SIXTEEN,
     "sdpa_math": _SIXTEEN,
-    "copy": (("fp8",), ("quantize",)),
+    "copy": (("fp8", *SIXTEEN_BIT), ("quantize", "decode")),
 }
 _DEFAULT_FP8 = {
     "forward": (OURS, "fa3", "cudnn", "sdpa_flash"),
     "quantize": (OURS, "copy"),
     "whole_call": (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn"),
     "train": (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn"),
+    "decode": (OURS, "fa3", "sdpa_flash", "sdpa_cudnn", "copy"),
 }
 _DEFAULT_16BIT = (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math")
 _DEFAULT_GRADIENTS = _DEFAULT_FP8["train"]
@@ -137,6 +141,7 @@ def contenders(
             wanted: tuple[str, ...] = ("fp8", "bf16")
         else:
             default = _DEFAULT_GRADIENTS if phase in gradients.FLOP_FACTORS else _DEFAULT_16BIT
+            default = _DEFAULT_FP8[phase] if phase == "decode" else default
             chosen = default if providers is None else providers
             wanted = (dtype,)
         eight_bit = [name for name in chosen if "fp8" in PROVIDERS[name][0]]
@@ -147,9 +152,12 @@ def contenders(
                     continue
                 if phase in ("whole_call", "train") and precision == "fp8" and name != OURS:
                     continue  # FA3's FP8 kernel takes 8-bit tensors; it has no quantiser and no backward
-                if name == OURS and precision != "fp8" and (dtype == "fp8" or phase == "quantize"):
+                if phase == "decode" and precision == "fp8" and name == "fa3":
+                    continue  # its FP8 caches want an FP8 query
+                if name in (OURS, "copy") and precision != "fp8" and (dtype == "fp8" or phase == "quantize"):
                     continue
-                for recipe in recipes if name == OURS and precision == "fp8" else (None,):
+                by_recipe = name == OURS and precision == "fp8" and phase != "decode"
+                for recipe in recipes if by_recipe else (None,):
                     found.append(Contender(name, precision, phase, recipe))
     running = {contender.provider for contender in found}
     idle = [name for name in providers or () if name not in running]
@@ -168,6 +176,10 @@ def prepare(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Ten
     """
     if contender.phase in gradients.FLOP_FACTORS:
         return _prepare_gradients(contender, case, q, k, v)
+    if contender.phase == "decode":
+        from cute_attn.bench import decode
+
+        return decode.prepare(contender, case, q, k, v)
     if contender.provider == OURS:
         return _prepare_ours(contender, case, q, k, v)
     if contender.provider == "copy":

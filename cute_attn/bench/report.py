@@ -27,12 +27,15 @@ TITLES = {
     "quantize": "Quantiser, 16-bit Q, K, V to 8-bit operands",
     "whole_call": "Whole call, 16-bit Q, K, V to output",
     "prefill": "Forward over sequences of unlike length, and with a sliding window",
+    "decode": "One query for each sequence against a KV cache, bytes of the cache",
     "backward": "Backward, the gradients of 16-bit Q, K, V",
     "train": "Forward and backward, 16-bit Q, K, V to their gradients",
 }
 
 
-PLOTTED = ("forward", "quantize", "whole_call", "backward", "train")  # by length; prefill has none
+# by length; prefill has none, decode another batch for each
+PLOTTED = ("forward", "quantize", "whole_call", "backward", "train")
+BY_BYTES = ("quantize", "decode")  # phases whose speed is TB/s
 
 
 def label(row: Row) -> str:
@@ -87,19 +90,28 @@ class Pivot:
         value: float | None = row["tbps" if self.unit == "TB/s" else "tflops"]
         return value
 
+    def rate(self, line: CaseKey, column: str) -> float | None:
+        """What contenders are compared by: the speed, or in phase decode, whose caches differ in bytes, calls in a time
+        (as FLOP, of which a copy has none)."""
+        if self.phase != "decode":
+            return self.speed(line, column)
+        row = self.rows.get((line, column))
+        value: float | None = None if row is None else row["tflops"]
+        return value
+
     def best_peer(self, line: CaseKey) -> tuple[str, float] | None:
         """The fastest peer of a line, of any precision."""
-        timed = [(peer, speed) for peer in self.peers if (speed := self.speed(line, peer)) is not None]
+        timed = [(peer, rate) for peer in self.peers if (rate := self.rate(line, peer)) is not None]
         return max(timed, key=lambda item: item[1]) if timed else None
 
     def ratio(self, line: CaseKey, column: str, peer: str | None = None) -> float | None:
         """Speed of `column` over that of `peer`, or of the best peer of the line."""
-        own = self.speed(line, column)
+        own = self.rate(line, column)
         if peer is None:
             best = self.best_peer(line)
             other = None if best is None else best[1]
         else:
-            other = self.speed(line, peer)
+            other = self.rate(line, peer)
         return None if own is None or other is None else own / other
 
 
@@ -122,7 +134,7 @@ def pivot(rows: Iterable[Row], phase: str) -> Pivot:
         columns[label(row)] = row["provider"] == OURS
     return Pivot(
         phase=phase,
-        unit="TB/s" if phase == "quantize" else "TFLOP/s",
+        unit="TB/s" if phase in BY_BYTES else "TFLOP/s",
         lines=sorted({line for line, _ in cells}),
         ours=[name for name, own in columns.items() if own],
         peers=[name for name, own in columns.items() if not own],
@@ -194,6 +206,8 @@ def speed_grids(rows: Sequence[Row]) -> list[Grid]:
         grids.append(_speed_grid(result))
         if result.ours and result.peers:
             grids.append(_relative_grid(result))
+        if phase == "decode":
+            grids.append(_latency_grid(result))
         grids.append(_what_ran_grid(result))
     return grids
 
@@ -244,6 +258,33 @@ def _speed_grid(result: Pivot) -> Grid:
         grid.notes.append(
             f"rel RMSE: error of our {what} on N(0, 1) inputs against float64, on sampled rows."
         )
+    return grid
+
+
+def _latency_grid(result: Pivot) -> Grid:
+    """Microseconds of a call, and our share of what the copy moved in the same rounds."""
+    contenders = [name for name in result.ours + result.peers if not name.startswith("copy ")]
+    copies = [name for name in result.peers if name.startswith("copy ")]
+    grid = Grid(
+        f"{TITLES[result.phase]}: microseconds of a call",
+        ["d", "seqlen", "b x h", *contenders, *(f"{name} / copy" for name in result.ours if copies)],
+        text_columns=1,
+    )
+    for line in result.lines:
+        head_dim, _, seqlen_k, _, batch, heads_q, heads_k, *_ = line
+        heads = str(heads_q) if heads_q == heads_k else f"{heads_q}/{heads_k}"
+        cells = [str(head_dim), str(seqlen_k), f"{batch} x {heads}"]
+        for name in contenders:
+            ms = result.rows[line, name]["ms"] if (line, name) in result.rows else None
+            cells.append("-" if ms is None else f"{ms * 1e3:.1f}")
+        for name in result.ours if copies else ():
+            own, copied = result.speed(line, name), result.speed(line, copies[0])
+            cells.append(_ratio(own / copied if own and copied else None))
+        grid.lines.append(cells)
+    grid.notes.append(
+        "By a CUDA graph, without the host; small caches in turn, so that L2 does not hold them. The copy reads 1 GiB "
+        "and writes as much: both count."
+    )
     return grid
 
 
@@ -469,7 +510,7 @@ def error_figure(rows: Sequence[Row]) -> Any:
 
 def _speed_panel(axes: Any, rows: Sequence[Row], panel: tuple[str, int, bool], labels: Sequence[str]) -> None:
     phase, head_dim, causal = panel
-    value = "tbps" if phase == "quantize" else "tflops"
+    value = "tbps" if phase in BY_BYTES else "tflops"
     for name in labels:
         points = sorted(
             (row["seqlen_k"], row[value])
@@ -490,7 +531,7 @@ def _speed_panel(axes: Any, rows: Sequence[Row], panel: tuple[str, int, bool], l
     axes.set_ylim(bottom=0)
     axes.set_title(f"{phase}, head_dim {head_dim}, {'causal' if causal else 'full'}", fontsize=9)
     axes.set_xlabel("seqlen")
-    axes.set_ylabel("TB/s" if phase == "quantize" else "TFLOP/s")
+    axes.set_ylabel("TB/s" if phase in BY_BYTES else "TFLOP/s")
     axes.grid(alpha=0.3)
 
 

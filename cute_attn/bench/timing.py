@@ -57,6 +57,10 @@ class Timing:
         """From the milliseconds of each round."""
         return cls(statistics.median(times), min(times), max(times), launches, tuple(times))
 
+    def per_call(self, calls: int) -> Timing:
+        """Of one call, where a launch makes so many."""
+        return Timing.of([ms / calls for ms in self.times], self.launches * calls)
+
     @property
     def rounds(self) -> int:
         """How many of them."""
@@ -205,6 +209,7 @@ def time_cell(
     }
     launches: dict[peers.Contender, Callable[[], Any]] = {}
     moved: dict[peers.Contender, int | None] = {}
+    calls: dict[peers.Contender, int] = {}
 
     def fail(contender: peers.Contender, status: str, reason: str) -> None:
         rows[contender].update(status=status, reason=reason)
@@ -241,7 +246,10 @@ def time_cell(
                     references[wanted] = _reference(case, *inputs[storage], differentiated)
                 prepared = prepare(contender, case, *inputs[storage])
                 rows[contender].update(kernel=prepared.kernel, backend=prepared.backend)
-                result, rows[contender]["peak_bytes"] = _first_calls(prepared, device)
+                result, peak = _first_calls(prepared, device)
+                rows[contender]["peak_bytes"] = (
+                    None if prepared.graph_calls else peak
+                )  # a graph has its own memory
                 error = None if prepared.check is None else prepared.check(result, references[wanted])
                 del result
                 if error is not None:
@@ -258,19 +266,22 @@ def time_cell(
                         continue
                 launches[contender] = prepared.launch
                 moved[contender] = prepared.bytes_moved
+                calls[contender] = max(1, prepared.graph_calls)
             except Exception as problem:
                 settle(contender, problem)
         timed = interleaved(
             launches, rounds=rounds, min_batch_ms=min_batch_ms, time_batch=time_batch, on_failure=settle
         )
-        for contender, timing in timed.items():
+        for contender, batch in timed.items():
+            timing = batch.per_call(calls[contender])
             bytes_moved = moved[contender]
+            attends = contender.phase != "quantize" and contender.provider != "copy"
             flops = case.flops * gradients.FLOP_FACTORS.get(contender.phase, 1.0)
             rows[contender].update(
                 ms=timing.ms,
                 ms_min=timing.ms_min,
                 ms_max=timing.ms_max,
-                tflops=None if contender.phase == "quantize" else flops / timing.ms / 1e9,
+                tflops=flops / timing.ms / 1e9 if attends else None,
                 tbps=None if bytes_moved is None else bytes_moved / timing.ms / 1e9,
                 launches=timing.launches,
                 rounds=timing.rounds,

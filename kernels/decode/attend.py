@@ -111,6 +111,7 @@ class Decode:
         ctas: Int32,
         splits: Int32,  # of a unit; 0: balanced
         least: Int32,  # tiles of a CTA at least, where balanced
+        together: Int32,  # neighbouring key heads that are taken in step
         stream,
     ):
         cfg = self.cfg
@@ -133,7 +134,7 @@ class Decode:
         capacity = k_cache.shape[1]
         if const_expr(cfg.paging != "none"):
             capacity = k_cache.shape[1] * block_table.shape[1]
-        shares = (ctas, splits, least)
+        shares = (ctas, splits, least, together)
         lengths = (seqlens, leftpad, q.shape[0], seqlen_new, capacity, q.shape[1], left)
         factor = Float32(1.0) if self.adjusted else softmax_scale_log2
         self.kernel(
@@ -252,17 +253,13 @@ class Decode:
         place, slot = sequence, key
         if const_expr(self.cfg.paging != "none"):
             place, slot = page, key % m_k_scale.shape[1]
-        of_k = m_k_scale.iterator.toint() + 4 * (
-            Int64(place) * m_k_scale.stride[0]
-            + Int64(slot) * m_k_scale.stride[1]
-            + Int64(head) * m_k_scale.stride[2]
-        )
-        of_v = m_v_scale.iterator.toint() + 4 * (
-            Int64(place) * m_v_scale.stride[0]
-            + Int64(slot) * m_v_scale.stride[1]
-            + Int64(head) * m_v_scale.stride[2]
-        )
+        # A lane has either K's or V's: chosen before the products with what changes, which so are done once.
+        of_k = m_k_scale.iterator.toint() + 4 * Int64(head) * m_k_scale.stride[2]
+        of_v = m_v_scale.iterator.toint() + 4 * Int64(head) * m_v_scale.stride[2]
         source = of_k if lane < DECODE_KEYS else of_v
+        far = m_k_scale.stride[0] if lane < DECODE_KEYS else m_v_scale.stride[0]
+        near = m_k_scale.stride[1] if lane < DECODE_KEYS else m_v_scale.stride[1]
+        source = source + 4 * (Int64(place) * far + Int64(slot) * near)
         copy_4_bytes_or_zeros(target + 4 * lane, source, 4 if (key < end) & (key >= first) else 0)
 
     @cute.jit
@@ -311,6 +308,7 @@ class Decode:
         rows = m_q.shape[1] * group
         q_frag.fill(0)
         for mt in cutlass.range_constexpr(cfg.m_tiles):
+            # Both halves always: zeros of which the assembler knew would be made anew for each product.
             for h in cutlass.range_constexpr(2):
                 row = row0 + 16 * mt + 8 * h + lane // 4
                 if const_expr(self.fp8):
@@ -431,7 +429,7 @@ class Decode:
         factor, softcap_factor, scale, slope, position, left, right = inputs
         column = key0 + 2 * (lane % 4)  # key of element 0; element i of half j is 8 j + i % 2 on
         for mt in cutlass.range_constexpr(cfg.m_tiles):
-            for h in cutlass.range_constexpr(2):
+            for h in cutlass.range_constexpr(cfg.halves):
                 first, end = keys_seen
                 if const_expr(cfg.row_ends):
                     # Anew in each step: there are no registers to keep them.
@@ -461,9 +459,10 @@ class Decode:
     @cute.jit
     def softmax(self, s: cute.Tensor, factor: cute.Tensor, state, rescale: cute.Tensor):
         """Scores -> P in place; maximum and this thread's part of the sum of each row go on, rescale is set."""
+        cfg = self.cfg
         maximum, total = state
-        for mt in cutlass.range_constexpr(self.cfg.m_tiles):
-            for h in cutlass.range_constexpr(2):
+        for mt in cutlass.range_constexpr(cfg.m_tiles):
+            for h in cutlass.range_constexpr(cfg.halves):
                 top = cute.arch.fmax(
                     cute.arch.fmax(s[2 * h, 0, mt], s[2 * h + 1, 0, mt]),
                     cute.arch.fmax(s[2 * h, 1, mt], s[2 * h + 1, 1, mt]),
@@ -485,6 +484,7 @@ class Decode:
     @cute.jit
     def scale_p(self, p: cute.Tensor, v_scale: cute.Tensor, unit_o: cute.Tensor, rescale: cute.Tensor):
         """P times the scales of V over R, in place; R and `rescale`, that of O, follow. v_scale is (2, 2)."""
+        cfg = self.cfg
         top = unit_o[0]
         for j in cutlass.range_constexpr(2):
             for e in cutlass.range_constexpr(2):
@@ -495,8 +495,8 @@ class Decode:
         inverse = power_of_two(254 - exponent)
         shrink = unit_o[0] * inverse
         unit_o[0] = power_of_two(exponent)
-        for mt in cutlass.range_constexpr(self.cfg.m_tiles):
-            for h in cutlass.range_constexpr(2):
+        for mt in cutlass.range_constexpr(cfg.m_tiles):
+            for h in cutlass.range_constexpr(cfg.halves):
                 rescale[h, mt] = rescale[h, mt] * shrink
                 for j in cutlass.range_constexpr(2):
                     for e in cutlass.range_constexpr(2):
@@ -508,18 +508,19 @@ class Decode:
         cfg = self.cfg
         moved = rescale[0, 0] != Float32(1.0)
         for mt in cutlass.range_constexpr(cfg.m_tiles):
-            for h in cutlass.range_constexpr(2):
+            for h in cutlass.range_constexpr(cfg.halves):
                 moved = moved | (rescale[h, mt] != Float32(1.0))
         if cute.arch.vote_any_sync(moved):
             for mt in cutlass.range_constexpr(cfg.m_tiles):
                 for n in cutlass.range_constexpr(self.n_tiles):
-                    for i in cutlass.range_constexpr(4):
+                    for i in cutlass.range_constexpr(2 * cfg.halves):  # a half that is left out stays 0
                         o[i, n, mt] = o[i, n, mt] * rescale[i // 2, mt]
         pair = bf16_pair if const_expr(self.product == "bf16") else fp16_pair
         words = cute.make_rmem_tensor((4, cfg.m_tiles), Uint32)
+        words.fill(0)
         for mt in cutlass.range_constexpr(cfg.m_tiles):
             for j in cutlass.range_constexpr(2):
-                for h in cutlass.range_constexpr(2):
+                for h in cutlass.range_constexpr(cfg.halves):
                     words[2 * j + h, mt] = pair(p[2 * h, j, mt], p[2 * h + 1, j, mt])
         # Matrices of a load: keys 0 to 7 and 8 to 15 of a piece of 16 bytes, then of the next piece.
         address = stage_v + lane % 16 * cfg.v_pitch + lane // 16 * 16
@@ -563,7 +564,7 @@ class Decode:
         )
         q = lane % 4
         for mt in cutlass.range_constexpr(cfg.m_tiles):
-            for h in cutlass.range_constexpr(2):
+            for h in cutlass.range_constexpr(cfg.halves):
                 row = 16 * mt + 8 * h + lane // 4
                 row_sum = quad_sum(total[h, mt])
                 if q == 0:
@@ -689,7 +690,7 @@ class Decode:
         cta, _, _ = cute.arch.block_idx()
         lane = tid % 32
         warp = cute.arch.make_warp_uniform(tid // 32)
-        ctas, splits, least = shares
+        ctas, splits, least, together = shares
         heads_k = m_k.shape[2]
         group = m_q.shape[2] // heads_k
         m_blocks = (m_q.shape[1] * group + (cfg.rows - 1)) // cfg.rows
@@ -697,14 +698,24 @@ class Decode:
         smem = SmemAllocator().allocate_tensor(cutlass.Uint8, cute.make_layout(cfg.smem_bytes), 128)
         base = smem.iterator.toint()
 
+        # Tiles pos to end - 1 of the heads that are taken in step, the first of sequence b at `start`; or units pos,
+        # pos + ctas and so on below end.
         b, start, pos, end = Int32(0), Int32(0), Int32(0), Int32(0)
+        side, apart, whole = Int32(0), Int32(1), Int32(0)  # head among those in step, how many they are
         if splits == 0:
-            total, _ = self.splits.tiles_before(lengths, Int32(0), units)
-            sharers = self.splits.sharers(total, ctas, least)
-            if cta < sharers:
-                pos = share_start(total, sharers, cta)
-                end = share_start(total, sharers, cta + 1)
-                b, start = self.splits.locate(lengths, pos, units)
+            total, _, longest = self.splits.tiles_before(lengths, Int32(0), units)
+            whole = self.splits.whole(total, longest, units * m_q.shape[0], ctas)
+            if whole != 0:
+                pos, end, b = cta, units * m_q.shape[0], cta // units
+            else:
+                apart = together
+                side = cta % together
+                total = total // together
+                sharers = self.splits.sharers(total, ctas // together, least)
+                if cta // together < sharers:
+                    pos = share_start(total, sharers, cta // together)
+                    end = share_start(total, sharers, cta // together + 1)
+                    b, start = self.splits.locate(lengths, pos, units // together)
         else:
             unit = cta // splits
             b = unit // units
@@ -715,11 +726,14 @@ class Decode:
         slot = cta
         while pos < end:
             tiles = self.splits.tiles_of(lengths, b)
-            unit = (pos - start) // tiles
-            tile = pos - start - unit * tiles
-            count = cutlass.min(tiles - tile, end - pos)
+            unit, tile, count = pos - b * units, Int32(0), tiles
+            if whole == 0:
+                unit = (pos - start) // tiles
+                tile = pos - start - unit * tiles
+                count = cutlass.min(tiles - tile, end - pos)
             head = unit // m_blocks
             row0 = (unit - head * m_blocks) * cfg.rows
+            head = head * apart + side
             self.piece(
                 m_q,
                 m_k,
@@ -752,11 +766,15 @@ class Decode:
                 lane,
                 warp,
             )
-            pos = pos + count
             slot = cta + ctas
-            if pos == start + tiles * units:
-                start = pos
-                b = b + 1
+            if whole == 0:
+                pos = pos + count
+                if pos == start + tiles * (units // apart):
+                    start = pos
+                    b = b + 1
+            else:
+                pos = pos + ctas
+                b = pos // units
 
     @cute.jit
     def piece(
@@ -824,7 +842,7 @@ class Decode:
             self.share_queries(q_frag, q_place, warp, lane)
             cute.arch.sync_threads()  # all threads: every step's fragments are there
         for mt in cutlass.range_constexpr(cfg.m_tiles):
-            for h in cutlass.range_constexpr(2):
+            for h in cutlass.range_constexpr(cfg.halves):
                 row = row0 + 16 * mt + 8 * h + lane // 4
                 query = cutlass.min(row // group, seqlen_q - 1)
                 position[h, mt] = query + end - seqlen_q

@@ -103,7 +103,7 @@ class Combine:
         cta, _, _ = cute.arch.block_idx()
         lane = tid % 32
         index = cute.arch.make_warp_uniform(cta * WARPS + tid // 32)
-        ctas, splits, least = shares
+        ctas, splits, least, together = shares
         group = m_out.shape[2] // heads_k
         packed = m_out.shape[1] * group  # rows of a key head
         m_blocks = (packed + (cfg.rows - 1)) // cfg.rows
@@ -115,15 +115,19 @@ class Combine:
             unit = head * m_blocks + row // cfg.rows
             place = row % cfg.rows
             tiles = self.splits.tiles_of(lengths, b)
-            slot, count, later = Int32(0), Int32(0), Int32(0)
+            slot, count, later, apart = Int32(0), Int32(0), Int32(0), Int32(1)
             if splits == 0:
-                total, before = self.splits.tiles_before(lengths, b, units)
-                sharers = self.splits.sharers(total, ctas, least)
-                first = before + unit * tiles
-                slot = share_of(total, sharers, first)
-                count = share_of(total, sharers, first + tiles - 1) - slot + 1
-                # The first of the CTAs may have begun with an earlier unit: then its part is in its other slot.
-                later = ctas if share_start(total, sharers, slot) < first else Int32(0)
+                total, before, longest = self.splits.tiles_before(lengths, b, units)
+                if self.splits.whole(total, longest, units * m_out.shape[0], ctas) == 0:
+                    apart = together
+                    total = total // together
+                    sharers = self.splits.sharers(total, ctas // together, least)
+                    first = before // together + (head // together * m_blocks + row // cfg.rows) * tiles
+                    share = share_of(total, sharers, first)
+                    count = share_of(total, sharers, first + tiles - 1) - share + 1
+                    # The first of the CTAs may have begun with an earlier unit: then its part is in its other slot.
+                    later = ctas if share_start(total, sharers, share) < first else Int32(0)
+                    slot = share * together + head % together
             else:
                 slot = (b * units + unit) * splits
                 count = cutlass.min(splits, tiles)
@@ -142,6 +146,7 @@ class Combine:
                     group,
                     place,
                     slot,
+                    apart,
                     count,
                     later,
                     factor,
@@ -161,7 +166,8 @@ class Combine:
         row: Int32,
         group: Int32,
         place: Int32,  # of the row in its slots
-        slot: Int32,  # of the first part; others follow
+        slot: Int32,  # of the first part
+        apart: Int32,  # slots from one part to the next
         count: Int32,
         later: Int32,  # what the first part's slot is further on
         factor: Float32,
@@ -169,7 +175,7 @@ class Combine:
     ):
         top = -Float32.inf
         for i in cutlass.range(lane, count, 32, unroll=1):
-            top = cute.arch.fmax(top, m_ml[slot + i + (later if i == 0 else 0), place, 0])
+            top = cute.arch.fmax(top, m_ml[slot + i * apart + (later if i == 0 else 0), place, 0])
         for step in cutlass.range_constexpr(5):
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << step))
         finite = Float32(0.0) if top == -Float32.inf else top
@@ -180,11 +186,11 @@ class Combine:
             i = i0 + lane
             weight = Float32(0.0)
             if i < count:
-                part = slot + i + (later if i == 0 else 0)
+                part = slot + i * apart + (later if i == 0 else 0)
                 weight = cute.math.exp2((m_ml[part, place, 0] - finite) * factor, fastmath=True)
                 total += weight * m_ml[part, place, 1]
             for j in cutlass.range(cutlass.min(count - i0, 32), unroll=4):
-                part = slot + i0 + j + (later if i0 + j == 0 else 0)
+                part = slot + (i0 + j) * apart + (later if i0 + j == 0 else 0)
                 w = cute.arch.shuffle_sync(weight, j)
                 for v in cutlass.range_constexpr(self.vectors):
                     column = 4 * (32 * v + lane)

@@ -8,6 +8,14 @@ all units are numbered in a row: those of a unit are neighbours, so are the unit
 *pieces*: the end of one unit, whole units, the start of another one. *Fixed* (splits > 0): CTA i takes share
 i % splits of unit i // splits.
 
+*Whole*: where rounds of whole units, CTA i with unit i, i + ctas and so on, last no longer than an equal share and a
+sixteenth, balanced work is done in these, for then there is nothing to combine.
+
+*Together*: `together` neighbouring key heads, whose rows share lines of 128 bytes, are taken in step, each by a CTA of
+its own: CTA `together` * i + j takes share i of the tiles of one head in so many, for head j of each such group. What
+one of them brings to L2 with its own rows the others find there, where at another time they would load it again. With
+whole units and fixed splits neighbours run at about the same time as they are.
+
 A piece that is a whole unit becomes output at once. Any other leaves O, maximum and sum of its rows in a slot, for the
 combining kernel (combine.py): slot i for the first piece of CTA i, ctas + i for another one, which is its last.
 
@@ -69,17 +77,19 @@ class Splits:
 
     @cute.jit
     def tiles_before(self, lengths, b: Int32, units: Int32):
-        """(tiles of all units, tiles of the units of sequences before b), for all lanes of the warp."""
+        """(tiles of all units, of the units of sequences before b, of the longest unit), for all lanes of the warp."""
         batch = lengths[2]
-        total, before = Int32(0), Int32(0)
+        total, before, longest = Int32(0), Int32(0), Int32(0)
         for i in cutlass.range(cute.arch.lane_idx(), batch, 32):
             tiles = self.tiles_of(lengths, i)
             total += tiles
             before += tiles if i < b else 0
+            longest = cutlass.max(longest, tiles)
         for step in cutlass.range_constexpr(5):
             total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
             before += cute.arch.shuffle_sync_bfly(before, offset=1 << step)
-        return total * units, before * units
+            longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, offset=1 << step))
+        return total * units, before * units, longest
 
     @cute.jit
     def locate(self, lengths, item: Int32, units: Int32):
@@ -106,6 +116,12 @@ class Splits:
             start = own if (item >= before) & (item < last) & (passed > 0) else start
             before = last
         return b, start
+
+    @cute.jit
+    def whole(self, total: Int32, longest: Int32, units: Int32, ctas: Int32) -> Int32:
+        """1 where balanced work is done in whole units, of which there are `units` in all sequences; else 0."""
+        each = (total + (ctas - 1)) // ctas
+        return Int32(1) if (units + (ctas - 1)) // ctas * longest <= each + each // 16 else Int32(0)
 
     @cute.jit
     def sharers(self, total: Int32, ctas: Int32, least: Int32) -> Int32:
