@@ -11,6 +11,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import subprocess
 import sys
 import threading
@@ -23,8 +24,15 @@ import pytest
 from cute_attn import cache, plan
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelFigures
-from cute_attn.kernels.config import HEAD_DIMS, HEAD_DIMS_16BIT, SMEM_LIMIT, FwdConfig, QuantizeConfig
-from cute_attn.problem import Problem
+from cute_attn.kernels.config import (
+    HEAD_DIMS,
+    HEAD_DIMS_16BIT,
+    SMEM_LIMIT,
+    Bwd16Config,
+    FwdConfig,
+    QuantizeConfig,
+)
+from cute_attn.problem import Features, Problem
 from cute_attn.quantize import PRESETS
 
 FORWARD, QUANTISE = plan.all_forward_configs(), plan.all_quantize_configs()
@@ -232,15 +240,16 @@ def test_next_process_loads_from_disk(config: str, args: str, cache_folder: Path
 def test_command_fills_the_cache(
     cache_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of the four kernels that the default recipe wants for one head_dim and dtype, and again from disk."""
-    wanted = compiler._chosen(["default"], [(64, 64)], ["bf16"], [1])
+    """Two of the five kernels that the default recipe wants for one head_dim and dtype, and again from disk."""
+    wanted = compiler._chosen(["default"], [(64, 64)], ["bf16"], ["full", "causal"], [frozenset()], [1])
     assert [config.name for config in wanted] == [
         plan.quantize_config(PRESETS["default"], 64, 64, "bf16").name,
         plan.forward_config(64, 64, "int8", False, "code", "bf16").name,
+        plan.forward_config(64, 64, "int8", True, "code", "bf16", seqlen_k=plan.SHORT_KEYS).name,
         plan.forward_config(64, 64, "int8", True, "code", "bf16").name,
         plan.transpose_config(64).name,
     ]
-    monkeypatch.setattr(compiler, "_chosen", lambda *args: [wanted[0], wanted[3]])
+    monkeypatch.setattr(compiler, "_chosen", lambda *args: [wanted[0], wanted[-1]])
     for _ in range(2):
         assert compiler.main(["--head-dim", "64", "--dtype", "bf16", "--jobs", "2"]) == 0
         text = capfd.readouterr().out
@@ -251,17 +260,25 @@ def test_command_fills_the_cache(
 def test_chosen_kernels_are_those_that_plans_name() -> None:
     """For every preset, head_dim, pair of them, dtype, mask, number of queries and of query heads of a key head."""
     pairs = [(192, 128), *((d, d) for d in HEAD_DIMS)]
-    chosen = set(compiler._chosen(list(PRESETS), pairs, ["bf16", "fp16"], [1, 8]))
+    features = [frozenset[str](), frozenset({"softcap"}), frozenset({"alibi", "sinks"})]
+    chosen = set(compiler._chosen(list(PRESETS), pairs, ["bf16", "fp16"], compiler.MASKS, features, [1, 8]))
     planned: set[Any] = {plan.transpose_config(head_dim_v) for _, head_dim_v in pairs}
     some = itertools.product(
-        plan.DTYPE_NAMES, (False, True), (1, 8), (3, 260, 4096)
+        plan.DTYPE_NAMES, compiler.MASKS, (1, 8), (3, 260, 4096)
     )  # packed, both, in clusters
     for (head_dim, head_dim_v), recipe, rest in itertools.product(pairs, PRESETS.values(), some):
-        dtype, causal, heads_k, queries = rest
+        dtype, mask, heads_k, queries = rest
+        names = random.choice(features)
         shape = (1, queries, 5000, 8, heads_k, head_dim, head_dim_v)
-        made = plan.make_plan(Problem(*shape, dtype, dtype, causal, recipe, (9, 0)))
+        asked = Features(
+            (100, 0) if mask == "window" else (-1, -1),
+            30.0 if "softcap" in names else 0.0,
+            "alibi" in names,
+            "sinks" in names,
+        )
+        made = plan.make_plan(Problem(*shape, dtype, dtype, mask == "causal", recipe, (9, 0), features=asked))
         planned |= {made.config, made.quantize_config}
-    assert chosen == planned
+    assert planned <= chosen
 
 
 def test_chosen_16_bit_kernels_are_those_that_plans_name() -> None:
@@ -285,8 +302,30 @@ def test_chosen_16_bit_kernels_are_those_that_plans_name() -> None:
         )
     }
     assert planned <= chosen
-    # the rest: packed rows in clusters, which only sequences of a certain length take
-    assert all(config.pack_gqa == 8 and config.cluster == 2 for config in chosen - planned)
+    # the rest: packed rows of long sequences, of which only some lengths have any
+    assert all(config.pack_gqa == 8 for config in chosen - planned)
+
+
+def test_chosen_kernels_of_unlike_lengths_and_gradients() -> None:
+    common = (
+        [(64, 64), (192, 128)],
+        ["bf16"],
+        compiler.MASKS,
+        [frozenset[str](), frozenset({"sinks"})],
+        [1, 8],
+    )
+    dense = compiler._chosen16(*common)
+    more = compiler._chosen16(*common, True, True)
+    assert set(dense) <= set(more) and len(set(more)) == len(more)
+    for pair, mask in itertools.product(common[0], compiler.MASKS):
+        options = {} if mask == "full" else {mask: True}
+        for group, queries in itertools.product((1, 8), (3, 5000)):
+            assert (
+                plan.forward16_config(*pair, "bf16", **options, group=group, seqlen_q=queries, varlen=True)
+                in more
+            )
+        assert plan.backward16_config(*pair, "bf16", **options) in more
+    assert sum(isinstance(config, Bwd16Config) for config in more) == 6  # sinks need none of their own
 
 
 def test_command_takes_both_precisions(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,12 +341,13 @@ def test_command_takes_both_precisions(cache_folder: Path, monkeypatch: pytest.M
     assert compiler.main(words.split()) == 0
     sets = [frozenset(), frozenset({"softcap", "sinks"})]
     assert seen == [
-        (["default"], [(64, 64)], ["bf16"], [1]),
-        ([(64, 64)], ["bf16"], ["window"], sets, [1]),
+        (["default"], [(64, 64)], ["bf16"], ["window"], sets, [1]),
+        ([(64, 64)], ["bf16"], ["window"], sets, [1], False, False),
     ]
     seen.clear()
-    assert compiler.main(["--recipe", "bf16", "--head-dim", "72:40", "--jobs", "1"]) == 0
-    assert seen == [([(72, 40)], ["bf16", "fp16"], ["full", "causal"], [frozenset()], [1])]
+    words = "--recipe bf16 --head-dim 72:40 --varlen --backward --jobs 1"
+    assert compiler.main(words.split()) == 0
+    assert seen == [([(72, 40)], ["bf16", "fp16"], ["full", "causal"], [frozenset()], [1], True, True)]
 
 
 @pytest.mark.parametrize(
@@ -333,7 +373,7 @@ def test_command_takes_any_head_dim(
 
     monkeypatch.setattr(compiler, "_chosen", chosen)
     assert compiler.main(["--head-dim", text, "--pack-gqa", "1,8", "--jobs", "1"]) == 0
-    assert seen == [["default"], pairs, ["bf16", "fp16"], [1, 8]]
+    assert seen == [["default"], pairs, ["bf16", "fp16"], ["full", "causal"], [frozenset()], [1, 8]]
 
 
 def test_command_says_what_failed(
@@ -371,6 +411,8 @@ def test_command_without_a_cache_is_an_error(
         (["--features", "softcap+bias"], "'softcap+bias' is neither none nor some of softcap, alibi, sinks"),
         (["--pack-gqa", "3"], "3 is not among 1, 2, 4, 8, 16, 32, 64"),
         (["--dtype", "bf16,fp8"], "'fp8' is not among bf16, fp16"),
+        (["--varlen"], "argument --varlen: only 16-bit kernels; name bf16 in --recipe"),
+        (["--backward", "--recipe", "fp8"], "argument --backward: only 16-bit kernels"),
         (["--jobs", "0"], "must be at least 1, got 0"),
     ],
 )
