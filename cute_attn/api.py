@@ -32,6 +32,7 @@ from cute_attn.quantize import (
     quantize_reference,
     resolve_recipe,
 )
+from cute_attn.tracing import caller_level, untraced
 
 __all__ = ["explain", "flash_attn_fp8_func", "fp8_attention", "fp8_attention_quantized", "quantize"]
 
@@ -206,6 +207,7 @@ def fp8_attention_quantized(
 ) -> Tensor: ...
 
 
+@untraced
 def fp8_attention_quantized(
     qkv: QuantizedQKV,
     *,
@@ -296,6 +298,7 @@ def flash_attn_fp8_func(
 ) -> Tensor: ...
 
 
+@untraced
 def flash_attn_fp8_func(
     q: Tensor,
     k: Tensor,
@@ -359,6 +362,7 @@ def flash_attn_fp8_func(
     return (out, lse) if return_lse else out
 
 
+@untraced
 def quantize(
     q: Tensor,
     k: Tensor,
@@ -674,10 +678,7 @@ def _attend(
     return_lse: bool,
     backend: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a plan without launches. `prepare` makes the operands; it is not called where the result is known.
-
-    Public functions call this directly: the warning names the line that called them.
-    """
+    """Run a plan without launches. `prepare` makes the operands; it is not called where the result is known."""
     problem, config = plan.problem, plan.config
     scale = validate.check_softmax_scale(softmax_scale, problem.head_dim)
     if problem.is_empty:
@@ -725,5 +726,5 @@ def _warn_emulator(plan: Plan) -> None:
         f"cute_attn runs the emulator of its Hopper kernel, because {plan.reasons[0]}. The emulator "
         "reproduces the kernel's rounding, not its speed. To silence this warning pass backend='emulator'.",
         UserWarning,
-        stacklevel=4,
+        stacklevel=caller_level(),
     )

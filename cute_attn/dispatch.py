@@ -18,6 +18,7 @@ from torch import Tensor
 from cute_attn import api, flash, validate
 from cute_attn.problem import device_capability
 from cute_attn.quantize import PRESETS, Fp8Recipe, resolve_recipe
+from cute_attn.tracing import caller_level
 
 __all__ = [
     "EXACT",
@@ -96,7 +97,7 @@ class AttentionLog:
                 found[ran.reason] += count
         return dict(found.most_common())
 
-    def record(self, kernel: str, reason: str | None, stacklevel: int = 3) -> None:
+    def record(self, kernel: str, reason: str | None) -> None:
         """Count one call. Warns where torch ran it for a reason that this log has not seen."""
         ran = Ran(kernel, reason)
         if kernel == TORCH and ran not in self.calls:
@@ -104,7 +105,7 @@ class AttentionLog:
                 f"cute_attn leaves an attention call to torch, because {reason}. The log counts such calls; "
                 "fallback='error' refuses them.",
                 UserWarning,
-                stacklevel=stacklevel,
+                stacklevel=caller_level(),
             )
         self.calls[ran] += 1
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from cute_attn import flash, validate
 from cute_attn.flash import _Plan
 from cute_attn.plan import DTYPE_NAMES, forward16_config
+from cute_attn.tracing import untraced
 
 __all__ = [
     "flash_attn_varlen_func",
@@ -28,6 +29,7 @@ __all__ = [
 _ROWS_LIMIT: Final = 2**31  # rows times heads of q are counted in int32
 
 
+@untraced
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -124,6 +126,7 @@ def _run(
     return _attend(q, k, v, plan, **lengths, **side)  # type: ignore[arg-type]  # cu_seqlens are no None any more
 
 
+@untraced
 def attend_used(
     q: Tensor,
     k: Tensor,

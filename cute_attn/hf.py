@@ -31,6 +31,7 @@ from cute_attn import dispatch, flash
 from cute_attn.dispatch import EXACT, TORCH, AttentionLog, Choice
 from cute_attn.flash_varlen import flash_attn_varlen_func, flash_attn_varlen_kernel
 from cute_attn.policy import LayerPolicy
+from cute_attn.tracing import untraced
 
 __all__ = ["IMPLEMENTATIONS", "register"]
 
@@ -245,6 +246,7 @@ def _pattern(
 # ------------------------------------------------------------------------------------------------------------
 
 
+@untraced
 def _attention_forward(
     module: torch.nn.Module,
     query: Tensor,

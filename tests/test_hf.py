@@ -297,6 +297,18 @@ def test_training(name: str, padded: bool) -> None:
     assert all("q requires grad, but 8-bit attention has no backward" in reason for reason in reasons)
 
 
+def test_compiled_model() -> None:
+    """Attention ends a graph, and runs as in a model that is not compiled."""
+    net, ids = model(), tokens()
+    log = hf.register(backend="emulator", fallback="error")
+    wanted = logits(net, "cute_attn", input_ids=ids)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(net, backend="eager")(input_ids=ids, use_cache=False).logits
+    close(got, wanted, 1e-6)
+    assert log.kernels == {"reference": 4}
+
+
 def test_auto_without_a_hopper_gpu_is_torch() -> None:
     net, ids = model(), tokens()
     mask = torch.ones_like(ids)
