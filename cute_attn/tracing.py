@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 
 __all__ = ["caller_level", "untraced"]
 
@@ -31,7 +32,7 @@ def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return call
 
 
-@torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here: seconds
+@_disable_dynamo  # as torch.compiler.disable, which would import the compiler here: seconds
 def _between_graphs(function: Callable[..., _T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _T:
     return function(*args, **kwargs)
 
