@@ -33,6 +33,7 @@ from cute_attn.quantize import (
     resolve_recipe,
 )
 from cute_attn.tiles import transpose_config
+from cute_attn.tracing import caller_level, untraced
 
 __all__ = ["explain", "flash_attn_fp8_func", "fp8_attention", "fp8_attention_quantized", "quantize"]
 
@@ -245,6 +246,7 @@ def fp8_attention_quantized(
 ) -> Tensor: ...
 
 
+@untraced
 def fp8_attention_quantized(
     qkv: QuantizedQKV,
     *,
@@ -339,6 +341,7 @@ def flash_attn_fp8_func(
 ) -> Tensor: ...
 
 
+@untraced
 def flash_attn_fp8_func(
     q: Tensor,
     k: Tensor,
@@ -402,6 +405,7 @@ def flash_attn_fp8_func(
     return (out, lse) if return_lse else out
 
 
+@untraced
 def quantize(
     q: Tensor,
     k: Tensor,
@@ -718,17 +722,14 @@ def _attend(
     return_lse: bool,
     backend: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a plan without launches. `prepare` makes the operands; it is not called where the result is known.
-
-    Public functions call this directly: the warning names the line that called them.
-    """
+    """Run a plan without launches. `prepare` makes the operands; it is not called where the result is known."""
     problem, config = plan.problem, plan.config
     scale = validate.check_softmax_scale(softmax_scale, problem.head_dim)
     if problem.is_empty:
         out, lse = _empty_result(problem, device, side[1])
     else:
         if backend == "auto":
-            _warn_emulator(plan.reasons[0], stacklevel=4)
+            _warn_emulator(plan.reasons[0])
         from cute_attn.emulator import emulate_forward
 
         out, lse = emulate_forward(
@@ -759,8 +760,8 @@ def _empty_result(problem: Problem, device: torch.device, sinks: Tensor | None) 
 _warned = False
 
 
-def _warn_emulator(reason: str, stacklevel: int) -> None:
-    """Say once that "auto" did not mean a GPU kernel, and why; `stacklevel` as in `warnings.warn`."""
+def _warn_emulator(reason: str) -> None:
+    """Say once that "auto" did not mean a GPU kernel, and why."""
     global _warned
     if _warned:
         return
@@ -769,5 +770,5 @@ def _warn_emulator(reason: str, stacklevel: int) -> None:
         f"cute_attn runs the emulator of its Hopper kernel, because {reason}. The emulator "
         "reproduces the kernel's rounding, not its speed. To silence this warning pass backend='emulator'.",
         UserWarning,
-        stacklevel=stacklevel,
+        stacklevel=caller_level(),
     )

@@ -8,8 +8,9 @@ disk cache (see `cute_attn.cache`), else the compiler. `inspect` says what the c
 DSL, half a second of import, is imported only where a kernel is not in memory.
 
     python -m cute_attn.compile [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES] [--mask NAMES] [--features NAMES]
-        [--pack-gqa GROUPS] [--jobs N]
-    python -m cute_attn.compile --model NAME_OR_FOLDER [--recipe NAMES] [--seqlen LENGTHS] [--jobs N]
+        [--pack-gqa GROUPS] [--varlen] [--backward] [--jobs N]
+    python -m cute_attn.compile --model NAME_OR_FOLDER [--recipe NAMES] [--seqlen LENGTHS] [--varlen] [--backward]
+        [--jobs N]
 
 fills the disk cache ahead of use, also on a machine without a GPU, for example while an image is built. The second form
 compiles what a model of transformers calls; `cute_attn.warmup` does the same from Python.
@@ -478,33 +479,41 @@ def _dynamic_smem(ir: str) -> list[int]:
 # ------------------------------------------------------------------------------------------------------------
 
 
+MASKS = ("full", "causal", "window")
+FEATURES = ("softcap", "alibi", "sinks")
+
+
 def _chosen(
     recipes: Sequence[str],
     head_dims: Sequence[tuple[int, int]],
     dtypes: Sequence[str],
+    masks: Sequence[str],
+    features: Sequence[frozenset[str]],
     groups: Sequence[int],
 ) -> list[KernelConfig]:
-    """Forward kernels and quantisers of these recipes, (head_dim, head_dim_v), dtypes ("bf16", "fp16") and
-    `pack_gqa`."""
+    """8-bit forward kernels and quantisers of these recipes, (head_dim, head_dim_v), dtypes ("bf16", "fp16"), masks,
+    sets of features and `pack_gqa`.
+
+    For long sequences and, where they have tiles of their own, for short ones, with and without clusters.
+    """
     configs: dict[KernelConfig, None] = {}
-    for name in recipes:
-        for head_dim, head_dim_v in head_dims:
-            for dtype in dtypes:
-                recipe = PRESETS[name]
-                configs[tiles.quantize_config(recipe, head_dim, head_dim_v, dtype)] = None
-                for causal, group in itertools.product((False, True), groups):
-                    key = (head_dim, head_dim_v, recipe.qk_dtype, causal, recipe.p_rounding)
-                    for seqlen_k in (tiles.SHORT_KEYS, math.inf):
-                        for cluster in (1, tiles.find_tile(*key, seqlen_k).cluster):
-                            config = tiles.forward_config(*key, dtype, group, cluster, seqlen_k)
-                            configs[config] = None
+    for name, (head_dim, head_dim_v), dtype in itertools.product(recipes, head_dims, dtypes):
+        recipe = PRESETS[name]
+        configs[tiles.quantize_config(recipe, head_dim, head_dim_v, dtype)] = None
+        for mask, chosen, group in itertools.product(masks, features, groups):
+            key = (head_dim, head_dim_v, recipe.qk_dtype, mask == "causal", recipe.p_rounding)
+            window = mask == "window"
+            options: dict[str, Any] = dict.fromkeys(chosen, True)
+            for seqlen_k in (tiles.SHORT_KEYS, math.inf):
+                clusters = (1,) if window else (1, tiles.find_tile(*key, seqlen_k).cluster)
+                for cluster in clusters:
+                    config = tiles.forward_config(
+                        *key, dtype, group, cluster, seqlen_k, window=window, **options
+                    )
+                    configs[config] = None
     for _, head_dim_v in head_dims:
         configs[tiles.transpose_config(head_dim_v)] = None
     return list(configs)
-
-
-MASKS = ("full", "causal", "window")
-FEATURES = ("softcap", "alibi", "sinks")
 
 
 def _chosen16(
@@ -513,18 +522,28 @@ def _chosen16(
     masks: Sequence[str],
     features: Sequence[frozenset[str]],
     groups: Sequence[int],
+    varlen: bool = False,
+    backward: bool = False,
 ) -> list[KernelConfig]:
-    """16-bit forward kernels of these (head_dim, head_dim_v), dtypes, masks, sets of features and `pack_gqa`.
+    """16-bit kernels of these (head_dim, head_dim_v), dtypes, masks, sets of features and `pack_gqa`.
 
-    For long sequences and, where they have tiles of their own, for short ones, with and without clusters.
+    Forward kernels for long sequences and, where they have tiles of their own, for short ones, with and without
+    clusters; with `varlen` also those for sequences of unlike length, with `backward` also the backward ones, but for
+    the deterministic.
     """
     configs: dict[KernelConfig, None] = {}
     for (head_dim, head_dim_v), dtype, mask, chosen in itertools.product(head_dims, dtypes, masks, features):
         options = dict.fromkeys(chosen, True) | ({} if mask == "full" else {mask: True})
-        for seqlen_q in (plan16.SHORT_QUERIES, 1 << 20):
-            config = plan16.forward16_config(head_dim, head_dim_v, dtype, **options, seqlen_q=seqlen_q)
+        kinds = itertools.product((False, True) if varlen else (False,), (plan16.SHORT_QUERIES, 1 << 20))
+        for unlike, seqlen_q in kinds:
+            config = plan16.forward16_config(
+                head_dim, head_dim_v, dtype, **options, seqlen_q=seqlen_q, varlen=unlike
+            )
             for group, cluster in itertools.product(groups, (1, config.cluster)):
                 configs[dataclasses.replace(config, pack_gqa=group, cluster=cluster)] = None
+        if backward:
+            options.pop("sinks", None)  # which need no kernel of their own
+            configs[plan16.backward16_config(head_dim, head_dim_v, dtype, **options)] = None
     return list(configs)
 
 
@@ -641,15 +660,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--mask",
         type=_several(MASKS),
         default=["full", "causal"],
-        help="of 16 bits, of full, causal, window (default: full,causal; 8 bits: both of them)",
+        help="of full, causal, window (default: full,causal)",
     )
     parser.add_argument(
         "--features",
         type=_features,
         default=[frozenset()],
         metavar="NAMES",
-        help="of 16 bits, of none, softcap, alibi, sinks, and those joined by +, like none,softcap+sinks (default: "
-        "none)",
+        help="of none, softcap, alibi, sinks, and those joined by +, like none,softcap+sinks (default: none)",
     )
     parser.add_argument(
         "--model", help="name or folder of a model of transformers: its shapes, dtype and features"
@@ -658,6 +676,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seqlen",
         type=_lengths,
         help="with --model: numbers of queries of a call, comma-separated (default: a decoding step and prefills)",
+    )
+    parser.add_argument(
+        "--varlen",
+        action="store_true",
+        help="also the 16-bit kernels for sequences of unlike length, such as those of a padded batch",
+    )
+    parser.add_argument(
+        "--backward", action="store_true", help="also the 16-bit kernels of the gradients, for training"
     )
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="default: %(default)s")
     args = parser.parse_args(argv)
@@ -675,9 +701,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(
                 f"argument --head-dim: recipes of 8 bits take multiples of 16, got {odd[0][0]}:{odd[0][1]}"
             )
-        configs = _chosen(recipes, args.head_dim, args.dtype, args.pack_gqa) if recipes else []
+        if EXACT not in names:
+            for option in ("varlen", "backward"):
+                if getattr(args, option):
+                    parser.error(f"argument --{option}: only 16-bit kernels; name {EXACT} in --recipe")
+        common = (args.head_dim, args.dtype, args.mask, args.features, args.pack_gqa)
+        configs = _chosen(recipes, *common) if recipes else []
         if EXACT in names:
-            configs += _chosen16(args.head_dim, args.dtype, args.mask, args.features, args.pack_gqa)
+            configs += _chosen16(*common, args.varlen, args.backward)
     else:
         from cute_attn import precompile
 
@@ -686,7 +717,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ImportError, OSError, ValueError) as error:
             parser.error(f"argument --model: {error}")
         configs = precompile.kernels(
-            shapes, args.recipe or [EXACT, "default"], args.seqlen or precompile.SEQLENS
+            shapes,
+            args.recipe or [EXACT, "default"],
+            args.seqlen or precompile.SEQLENS,
+            varlen=args.varlen,
+            backward=args.backward,
         )
     start, failed = time.perf_counter(), 0
     for config, done in fill_cache(configs, args.jobs):

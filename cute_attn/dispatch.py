@@ -1,8 +1,8 @@
 """Which code serves an attention call of the integrations (SDPA, transformers), and a log of what ran.
 
-What was asked for comes first: the 8-bit kernels of a recipe, or the 16-bit kernel. What no 8-bit kernel takes goes to
-the 16-bit kernel, which is exact, and what no kernel takes goes to torch. Every step down has its reason, the text of
-the refusal, and is counted in an `AttentionLog`.
+What was asked for comes first: the 8-bit kernels of a recipe, or the 16-bit kernel. What no 8-bit kernel takes, such as
+a call that wants a gradient, goes to the 16-bit kernel, which is exact, and what no kernel takes goes to torch. Every
+step down has its reason, the text of the refusal, and is counted in an `AttentionLog`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from cute_attn import api, flash, validate
 from cute_attn.problem import device_capability
 from cute_attn.quantize import PRESETS, Fp8Recipe, resolve_recipe
+from cute_attn.tracing import caller_level
 
 __all__ = [
     "EXACT",
@@ -96,7 +97,7 @@ class AttentionLog:
                 found[ran.reason] += count
         return dict(found.most_common())
 
-    def record(self, kernel: str, reason: str | None, stacklevel: int = 3) -> None:
+    def record(self, kernel: str, reason: str | None) -> None:
         """Count one call. Warns where torch ran it for a reason that this log has not seen."""
         ran = Ran(kernel, reason)
         if kernel == TORCH and ran not in self.calls:
@@ -104,7 +105,7 @@ class AttentionLog:
                 f"cute_attn leaves an attention call to torch, because {reason}. The log counts such calls; "
                 "fallback='error' refuses them.",
                 UserWarning,
-                stacklevel=stacklevel,
+                stacklevel=caller_level(),
             )
         self.calls[ran] += 1
 
@@ -234,21 +235,23 @@ def _kernel(
 ) -> str:
     """Name of what serves a call in this precision. Raises what the function of that precision raises."""
     if precision == EXACT:
-        validate.check_forward_only("16-bit", q=q, k=k, v=v, sinks=sinks)
-        validate.check_softmax_scale(softmax_scale, q.shape[3])
         flash._check_options(0.0, causal, softcap, False, False, window)
         stand_in = "reference" if backend == "emulator" else backend
-        return flash.flash_attn_kernel(q, k, v, causal, window, softcap, alibi_slopes, sinks, stand_in)
-    if 0 <= window[0] < v.shape[1] - 1 or (window[1] >= 0 and not causal):
-        raise NotImplementedError(f"window_size is {window}, and no 8-bit kernel has a sliding window")
-    if softcap:
-        raise NotImplementedError(f"softcap is {softcap}, and no 8-bit kernel has one")
-    if sinks is not None:
-        raise NotImplementedError("sinks are given, and no 8-bit kernel has them")
-    if alibi_slopes is not None:
-        raise NotImplementedError("alibi_slopes are given, and no 8-bit kernel has them")
-    validate.check_forward_only(q=q, k=k, v=v)
-    kernel = api.explain(q, k, v, recipe=precision, causal=causal, backend=backend).kernel
+        kernel = flash.flash_attn_kernel(q, k, v, causal, window, softcap, alibi_slopes, sinks, stand_in)
+    else:
+        validate.check_forward_only(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
+        kernel = api.explain(
+            q,
+            k,
+            v,
+            recipe=precision,
+            causal=causal,
+            window_size=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            backend=backend,
+        ).kernel
     validate.check_softmax_scale(softmax_scale, q.shape[3])
     return kernel
 
@@ -374,7 +377,16 @@ def attend(
         )
     else:
         out = api.fp8_attention(
-            q, k, v, recipe=chosen.precision, causal=causal, softmax_scale=softmax_scale, backend=backend
+            q,
+            k,
+            v,
+            recipe=chosen.precision,
+            causal=causal,
+            softmax_scale=softmax_scale,
+            window_size=window,
+            softcap=softcap,
+            sinks=sinks,
+            backend=backend,
         )
     assert isinstance(out, Tensor)
     return out

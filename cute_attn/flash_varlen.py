@@ -17,6 +17,7 @@ from cute_attn import flash, validate
 from cute_attn.flash import _Plan
 from cute_attn.plan16 import forward16_config
 from cute_attn.tiles import DTYPE_NAMES
+from cute_attn.tracing import untraced
 
 __all__ = [
     "flash_attn_varlen_func",
@@ -29,6 +30,7 @@ __all__ = [
 _ROWS_LIMIT: Final = 2**31  # rows times heads of q are counted in int32
 
 
+@untraced
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -125,6 +127,7 @@ def _run(
     return _attend(q, k, v, plan, **lengths, **side)  # type: ignore[arg-type]  # cu_seqlens are no None any more
 
 
+@untraced
 def attend_used(
     q: Tensor,
     k: Tensor,

@@ -11,13 +11,15 @@ log.
 transformers asks a mask function once for each forward pass, and the attention function in each layer. Ours turns a
 padding mask, a sliding window and a cache's unused tail into a few numbers for each sequence: its first key, the end
 of its keys, and where the queries stand. The attention function then passes the visible part of each sequence to a
-kernel. A mask that is more than that (packed sequences, image tokens that see each other, padding in the middle)
-becomes a tensor, and torch attends.
+kernel: in 16 bits those of all sequences at once, in 8 bits and where a gradient is wanted one after another. A mask
+that is more than that (packed sequences, image tokens that see each other, padding in the middle) becomes a tensor, and
+torch attends.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -25,9 +27,11 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn import dispatch
+from cute_attn import dispatch, flash
 from cute_attn.dispatch import EXACT, TORCH, AttentionLog, Choice
+from cute_attn.flash_varlen import flash_attn_varlen_func, flash_attn_varlen_kernel
 from cute_attn.policy import LayerPolicy
+from cute_attn.tracing import untraced
 
 __all__ = ["IMPLEMENTATIONS", "register"]
 
@@ -242,6 +246,7 @@ def _pattern(
 # ------------------------------------------------------------------------------------------------------------
 
 
+@untraced
 def _attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -293,7 +298,12 @@ def _attention_forward(
             None if s_aux is None else s_aux.float(),
         )
         parts = _parts(pattern, seqlen_q)
-        chosen = [call.choose(part, pattern) for part in parts]
+        chosen = [call.choose(part, pattern) for part in parts[:1]]  # of a precision, all of them or none
+        if len(parts) > 1 and chosen[0].precision == EXACT and not call.wants_gradient():
+            kernel, packed = call.run_packed(parts, pattern)
+            log.record(kernel, chosen[0].reason or reason)
+            return packed, None
+        chosen += [call.choose(part, pattern) for part in parts[1:]]
         why_torch = next((each.reason for each in chosen if each.kernel == TORCH), None)
         if why_torch is None:
             for each in chosen:
@@ -340,7 +350,7 @@ def _needs_torch(
 
 
 class _Part(NamedTuple):
-    """One call of a kernel: sequences, rows of queries, and keys; the last row and the last key belong together."""
+    """Some sequences, their rows of queries, and their keys; the last row and the last key belong together."""
 
     batch: slice
     rows: slice
@@ -348,7 +358,7 @@ class _Part(NamedTuple):
 
 
 def _parts(pattern: Pattern, seqlen_q: int) -> list[_Part]:
-    """The calls that a pattern takes: one where all sequences are alike, else one a sequence."""
+    """What attends to what: one part where all sequences are alike, else one a sequence that sees anything."""
     same = len(set(pattern.spans)) == 1
     parts = []
     for number, (first, end) in enumerate(pattern.spans[:1] if same else pattern.spans):
@@ -373,6 +383,9 @@ class _Call(NamedTuple):
     softcap: float
     sinks: Tensor | None
 
+    def wants_gradient(self) -> bool:
+        return flash._wants_gradient(self.q, self.k, self.v, self.sinks)
+
     def _arguments(
         self, part: _Part, pattern: Pattern
     ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
@@ -381,7 +394,10 @@ class _Call(NamedTuple):
             self.k[part.batch, part.keys],
             self.v[part.batch, part.keys],
         )
-        return tensors, {
+        return tensors, self._options(pattern)
+
+    def _options(self, pattern: Pattern) -> dict[str, Any]:
+        return {
             "backend": self.backend,
             "causal": pattern.causal,
             "softmax_scale": self.softmax_scale,
@@ -395,8 +411,43 @@ class _Call(NamedTuple):
         tensors, options = self._arguments(part, pattern)
         return dispatch.choose(*tensors, precision=self.precision, **options)
 
+    def run_packed(self, parts: list[_Part], pattern: Pattern) -> tuple[str, Tensor]:
+        """Attend all parts, one a sequence, in one call of the 16-bit kernel, without a gradient.
+
+        Rows of a sequence begin at its first: those of padding before the first key see no key of a causal mask.
+
+        Returns:
+            the kernel's name, and (batch, seqlen_q, heads_q, head_dim_v).
+        """
+        options = self._options(pattern)
+        options["backend"] = "reference" if self.backend == "emulator" else self.backend
+        options["window_size"] = options.pop("window")
+        scale = options.pop("softmax_scale")
+        keys = [part.keys for part in parts]
+        k, v = (torch.cat([x[p.batch, p.keys].squeeze(0) for p in parts]) for x in (self.k, self.v))
+        q = torch.cat([self.q[p.batch, : p.rows.stop].squeeze(0) for p in parts])
+        rows = [part.rows.stop for part in parts]
+        longest = max(each.stop - each.start for each in keys)
+        ends = (
+            _running_sum(tuple(rows), q.device),
+            _running_sum(tuple(each.stop - each.start for each in keys), q.device),
+        )
+        kernel = flash_attn_varlen_kernel(q, k, v, *ends, **options)
+        result = flash_attn_varlen_func(q, k, v, *ends, max(rows), longest, softmax_scale=scale, **options)
+        assert isinstance(result, Tensor)
+        batch, seqlen_q = self.q.shape[:2]
+        if rows == [seqlen_q] * batch:
+            return kernel, result.unflatten(0, (batch, seqlen_q))
+        padding = result.new_zeros((seqlen_q, *result.shape[1:]))
+        found = {part.batch.start: rest for part, rest in zip(parts, result.split(rows), strict=True)}
+        pieces = []
+        for number in range(batch):
+            attended = found.get(number, padding[:0])
+            pieces += [attended, padding[len(attended) :]]
+        return kernel, torch.cat(pieces).unflatten(0, (batch, seqlen_q))
+
     def run(self, parts: list[_Part], chosen: list[Choice], pattern: Pattern) -> Tensor:
-        """Attend all parts: (batch, seqlen_q, heads_q, head_dim_v)."""
+        """Attend all parts, each in a call of its own: (batch, seqlen_q, heads_q, head_dim_v)."""
         results = []
         for part, choice in zip(parts, chosen, strict=True):
             tensors, options = self._arguments(part, pattern)
@@ -408,3 +459,9 @@ class _Call(NamedTuple):
         for part, result in zip(parts, results, strict=True):
             out[part.batch, part.rows] = result
         return out
+
+
+@functools.lru_cache(maxsize=64)  # every layer of a model asks for the same
+def _running_sum(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """0 and the sums of the first so many lengths, as `cu_seqlens` of `flash_attn_varlen_func`."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)

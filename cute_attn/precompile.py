@@ -18,7 +18,8 @@ from cute_attn import cache, dispatch, plan, plan16, tiles
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelConfig
 from cute_attn.dispatch import EXACT
-from cute_attn.problem import Problem
+from cute_attn.kernels.config import HEAD_DIMS, Fwd16Config
+from cute_attn.problem import Features, Problem
 from cute_attn.quantize import Fp8Recipe, resolve_recipe
 
 __all__ = ["SEQLENS", "ModelShapes", "kernels", "model_shapes", "warmup"]
@@ -119,60 +120,95 @@ def _is_causal(config: Any) -> bool:
 
 
 def kernels(
-    shapes: ModelShapes, precisions: Sequence[str | Fp8Recipe] = (EXACT,), seqlens: Sequence[int] = SEQLENS
+    shapes: ModelShapes,
+    precisions: Sequence[str | Fp8Recipe] = (EXACT,),
+    seqlens: Sequence[int] = SEQLENS,
+    *,
+    varlen: bool = False,
+    backward: bool = False,
 ) -> list[KernelConfig]:
     """The kernels that calls of these shapes use, each once.
 
     Args:
         shapes: of the model.
-        precisions: "bf16" (the 16-bit kernel), names of recipes, or recipes. Layers that no 8-bit kernel serves (with
-            a window, softcap or sinks) use the 16-bit kernel.
+        precisions: "bf16" (the 16-bit kernel), names of recipes, or recipes. A head_dim that no 8-bit kernel has uses
+            the 16-bit kernel.
         seqlens: numbers of queries of a call; one query sees all keys, more of them as `shapes.causal` says.
+        varlen: also, whatever the precisions, the 16-bit kernels for sequences of unlike length: those of
+            `flash_attn_varlen_func`, which `cute_attn.hf` calls for a padded batch. A sequence has one of `seqlens`
+            queries on average.
+        backward: also what training calls, whatever the precisions: the 16-bit forward and its gradients.
 
     Raises:
         TypeError, ValueError: an unknown precision, or shapes for which there is no kernel.
     """
     found: dict[KernelConfig, None] = {}
-    dtype = tiles.DTYPE_NAMES[shapes.dtype]
-    for asked in precisions:
-        precision = dispatch.check_options(asked, "auto", "error")
-        for window in shapes.windows:
-            for seqlen, cuts in _lengths(seqlens, window[0]):
-                causal = shapes.causal and seqlen > 1
-                if precision == EXACT or cuts or shapes.softcap > 0 or shapes.sinks:
-                    config = plan16.forward16_config(
-                        shapes.head_dim,
-                        shapes.head_dim_v,
-                        dtype,
-                        causal=causal and not cuts,
-                        window=cuts,
-                        softcap=shapes.softcap > 0,
-                        sinks=shapes.sinks,
-                        group=shapes.heads_q // shapes.heads_k,
-                        seqlen_q=seqlen,
-                    )
-                    found[config] = None
-                    continue
-                chosen = plan.make_plan(
-                    Problem(
-                        batch=1,
-                        seqlen_q=seqlen,
-                        seqlen_k=seqlen,
-                        heads_q=shapes.heads_q,
-                        heads_k=shapes.heads_k,
-                        head_dim=shapes.head_dim,
-                        head_dim_v=shapes.head_dim_v,
-                        in_dtype=shapes.dtype,
-                        out_dtype=shapes.dtype,
-                        causal=causal,
-                        recipe=resolve_recipe(precision),
-                        capability=(9, 0),
-                    )
-                )
+    asked = [dispatch.check_options(precision, "auto", "error") for precision in precisions]
+    lengths = [(window, *each) for window in shapes.windows for each in _lengths(seqlens, window[0])]
+    eight = {shapes.head_dim, shapes.head_dim_v} <= set(HEAD_DIMS)
+    for precision in asked:
+        if precision != EXACT and eight:
+            for window, seqlen, cuts in lengths:
+                chosen = plan.make_plan(_problem(shapes, precision, window, seqlen, cuts))
                 assert chosen.quantize_config is not None
                 found[chosen.quantize_config] = None
                 found[chosen.config] = None
+    if EXACT in asked or backward or not eight:
+        for _, seqlen, cuts in lengths:
+            found[_config16(shapes, seqlen, cuts)] = None
+    if varlen:
+        for _, seqlen, cuts in lengths:
+            found[_config16(shapes, seqlen, cuts, varlen=True)] = None
+    if backward:
+        for _, seqlen, cuts in lengths:
+            if seqlen > 1:
+                config = plan16.backward16_config(
+                    shapes.head_dim,
+                    shapes.head_dim_v,
+                    tiles.DTYPE_NAMES[shapes.dtype],
+                    causal=shapes.causal and not cuts,
+                    window=cuts,
+                    softcap=shapes.softcap > 0,
+                )
+                found[config] = None
     return list(found)
+
+
+def _config16(shapes: ModelShapes, seqlen: int, cuts: bool, varlen: bool = False) -> Fwd16Config:
+    # One query sees all keys; of sequences of unlike length nobody knows that they have one.
+    causal = shapes.causal and (varlen or seqlen > 1)
+    return plan16.forward16_config(
+        shapes.head_dim,
+        shapes.head_dim_v,
+        tiles.DTYPE_NAMES[shapes.dtype],
+        causal=causal and not cuts,
+        window=cuts,
+        softcap=shapes.softcap > 0,
+        sinks=shapes.sinks,
+        group=shapes.heads_q // shapes.heads_k,
+        seqlen_q=seqlen,
+        varlen=varlen,
+    )
+
+
+def _problem(
+    shapes: ModelShapes, precision: str | Fp8Recipe, window: tuple[int, int], seqlen: int, cuts: bool
+) -> Problem:
+    return Problem(
+        batch=1,
+        seqlen_q=seqlen,
+        seqlen_k=max(seqlen, window[0] + 2) if cuts else seqlen,
+        heads_q=shapes.heads_q,
+        heads_k=shapes.heads_k,
+        head_dim=shapes.head_dim,
+        head_dim_v=shapes.head_dim_v,
+        in_dtype=shapes.dtype,
+        out_dtype=shapes.dtype,
+        causal=shapes.causal and seqlen > 1,
+        recipe=resolve_recipe(precision),
+        capability=(9, 0),
+        features=Features(window if cuts else (-1, -1), shapes.softcap, False, shapes.sinks),
+    )
 
 
 def _lengths(seqlens: Sequence[int], left: int) -> Iterator[tuple[int, bool]]:
@@ -189,13 +225,18 @@ def warmup(
     precisions: Sequence[str | Fp8Recipe] = (EXACT,),
     seqlens: Sequence[int] = SEQLENS,
     *,
+    varlen: bool = False,
+    backward: bool = False,
     jobs: int | None = None,
 ) -> dict[str, float]:
     """Compile the kernels that a model calls, and load them into this process.
 
     Args:
         model: `ModelShapes`, or what `model_shapes` takes: a model of transformers, its configuration, name or folder.
-        precisions, seqlens: as in `kernels`.
+        precisions: "bf16" (the 16-bit kernel), names of recipes, or recipes.
+        seqlens: numbers of queries of a call; default: any.
+        varlen: also for padded batches and `flash_attn_varlen_func`, in 16 bits.
+        backward: also for training, in 16 bits.
         jobs: processes that compile into the disk cache (default: CPUs, at most 8). Without a disk cache this process
             compiles one after another.
 
@@ -207,7 +248,7 @@ def warmup(
         RuntimeError: a kernel did not compile.
     """
     shapes = model if isinstance(model, ModelShapes) else model_shapes(model)
-    configs = kernels(shapes, precisions, seqlens)
+    configs = kernels(shapes, precisions, seqlens, varlen=varlen, backward=backward)
     seconds: dict[str, float] = {}
     if cache.cache_dir() is not None and jobs != 1:
         for config, done in compiler.fill_cache(configs, jobs):

@@ -22,6 +22,7 @@ from torch import Tensor
 from cute_attn import dispatch
 from cute_attn.dispatch import EXACT, TORCH, AttentionLog, Choice
 from cute_attn.quantize import Fp8Recipe
+from cute_attn.tracing import untraced
 
 __all__ = ["SdpaPlan", "explain_sdpa", "register_flash_attention_impl", "sdpa", "sdpa_log", "sdpa_region"]
 
@@ -31,6 +32,7 @@ sdpa_log: Final = AttentionLog()
 """What served the calls of `sdpa` that named no log of their own."""
 
 
+@untraced
 def sdpa(
     query: Tensor,
     key: Tensor,
@@ -48,7 +50,8 @@ def sdpa(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, by its signature, layout and conventions.
 
-    The tensors are views in the kernels' layout, and are not copied for it.
+    The tensors are views in the kernels' layout, and are not copied for it. Where q, k or v require grad, the 16-bit
+    kernel runs, and its backward. In code that torch.compile traces it ends a graph, and runs as anywhere else.
 
     Args:
         query: (batch, heads_q, seqlen_q, head_dim), any strides with a last one of 1.

@@ -11,6 +11,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import subprocess
 import sys
 import threading
@@ -23,8 +24,15 @@ import pytest
 from cute_attn import cache, decode_plan, plan, plan16, tiles
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelFigures
-from cute_attn.kernels.config import HEAD_DIMS, HEAD_DIMS_16BIT, SMEM_LIMIT, FwdConfig, QuantizeConfig
-from cute_attn.problem import Problem
+from cute_attn.kernels.config import (
+    HEAD_DIMS,
+    HEAD_DIMS_16BIT,
+    SMEM_LIMIT,
+    Bwd16Config,
+    FwdConfig,
+    QuantizeConfig,
+)
+from cute_attn.problem import Features, Problem
 from cute_attn.quantize import PRESETS
 
 FORWARD, QUANTISE = tiles.all_forward_configs(), tiles.all_quantize_configs()
@@ -168,7 +176,8 @@ def test_failed_compilations_are_not_remembered(fresh: None, cache_folder: Path)
 # A process of its own, without a GPU and without CUDA tensors: gets a kernel and calls it with CPU tensors.
 PROCESS = """
 import time
-from cute_attn import compile as compiler, tiles
+from cute_attn import compile as compiler
+from cute_attn import tiles
 import cutlass.cute, torch
 from cute_attn.kernels.operands import Layout
 
@@ -233,15 +242,16 @@ def test_next_process_loads_from_disk(config: str, args: str, cache_folder: Path
 def test_command_fills_the_cache(
     cache_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of the four kernels that the default recipe wants for one head_dim and dtype, and again from disk."""
-    wanted = compiler._chosen(["default"], [(64, 64)], ["bf16"], [1])
+    """Two of the five kernels that the default recipe wants for one head_dim and dtype, and again from disk."""
+    wanted = compiler._chosen(["default"], [(64, 64)], ["bf16"], ["full", "causal"], [frozenset()], [1])
     assert [config.name for config in wanted] == [
         tiles.quantize_config(PRESETS["default"], 64, 64, "bf16").name,
         tiles.forward_config(64, 64, "int8", False, "code", "bf16").name,
+        tiles.forward_config(64, 64, "int8", True, "code", "bf16", seqlen_k=tiles.SHORT_KEYS).name,
         tiles.forward_config(64, 64, "int8", True, "code", "bf16").name,
         tiles.transpose_config(64).name,
     ]
-    monkeypatch.setattr(compiler, "_chosen", lambda *args: [wanted[0], wanted[3]])
+    monkeypatch.setattr(compiler, "_chosen", lambda *args: [wanted[0], wanted[-1]])
     for _ in range(2):
         assert compiler.main(["--head-dim", "64", "--dtype", "bf16", "--jobs", "2"]) == 0
         text = capfd.readouterr().out
@@ -252,17 +262,25 @@ def test_command_fills_the_cache(
 def test_chosen_kernels_are_those_that_plans_name() -> None:
     """For every preset, head_dim, pair of them, dtype, mask, number of queries and of query heads of a key head."""
     pairs = [(192, 128), *((d, d) for d in HEAD_DIMS)]
-    chosen = set(compiler._chosen(list(PRESETS), pairs, ["bf16", "fp16"], [1, 8]))
+    features = [frozenset[str](), frozenset({"softcap"}), frozenset({"alibi", "sinks"})]
+    chosen = set(compiler._chosen(list(PRESETS), pairs, ["bf16", "fp16"], compiler.MASKS, features, [1, 8]))
     planned: set[Any] = {tiles.transpose_config(head_dim_v) for _, head_dim_v in pairs}
     some = itertools.product(
-        tiles.DTYPE_NAMES, (False, True), (1, 8), (3, 260, 4096)
+        tiles.DTYPE_NAMES, compiler.MASKS, (1, 8), (3, 260, 4096)
     )  # packed, both, in clusters
     for (head_dim, head_dim_v), recipe, rest in itertools.product(pairs, PRESETS.values(), some):
-        dtype, causal, heads_k, queries = rest
+        dtype, mask, heads_k, queries = rest
+        names = random.choice(features)
         shape = (1, queries, 5000, 8, heads_k, head_dim, head_dim_v)
-        made = plan.make_plan(Problem(*shape, dtype, dtype, causal, recipe, (9, 0)))
+        asked = Features(
+            (100, 0) if mask == "window" else (-1, -1),
+            30.0 if "softcap" in names else 0.0,
+            "alibi" in names,
+            "sinks" in names,
+        )
+        made = plan.make_plan(Problem(*shape, dtype, dtype, mask == "causal", recipe, (9, 0), features=asked))
         planned |= {made.config, made.quantize_config}
-    assert chosen == planned
+    assert planned <= chosen
 
 
 def test_chosen_16_bit_kernels_are_those_that_plans_name() -> None:
@@ -286,8 +304,30 @@ def test_chosen_16_bit_kernels_are_those_that_plans_name() -> None:
         )
     }
     assert planned <= chosen
-    # the rest: packed rows in clusters, which only sequences of a certain length take
-    assert all(config.pack_gqa == 8 and config.cluster == 2 for config in chosen - planned)
+    # the rest: packed rows of long sequences, of which only some lengths have any
+    assert all(config.pack_gqa == 8 for config in chosen - planned)
+
+
+def test_chosen_kernels_of_unlike_lengths_and_gradients() -> None:
+    common = (
+        [(64, 64), (192, 128)],
+        ["bf16"],
+        compiler.MASKS,
+        [frozenset[str](), frozenset({"sinks"})],
+        [1, 8],
+    )
+    dense = compiler._chosen16(*common)
+    more = compiler._chosen16(*common, True, True)
+    assert set(dense) <= set(more) and len(set(more)) == len(more)
+    for pair, mask in itertools.product(common[0], compiler.MASKS):
+        options = {} if mask == "full" else {mask: True}
+        for group, queries in itertools.product((1, 8), (3, 5000)):
+            assert (
+                plan16.forward16_config(*pair, "bf16", **options, group=group, seqlen_q=queries, varlen=True)
+                in more
+            )
+        assert plan16.backward16_config(*pair, "bf16", **options) in more
+    assert sum(isinstance(config, Bwd16Config) for config in more) == 6  # sinks need none of their own
 
 
 def test_command_takes_both_precisions(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,12 +343,13 @@ def test_command_takes_both_precisions(cache_folder: Path, monkeypatch: pytest.M
     assert compiler.main(words.split()) == 0
     sets = [frozenset(), frozenset({"softcap", "sinks"})]
     assert seen == [
-        (["default"], [(64, 64)], ["bf16"], [1]),
-        ([(64, 64)], ["bf16"], ["window"], sets, [1]),
+        (["default"], [(64, 64)], ["bf16"], ["window"], sets, [1]),
+        ([(64, 64)], ["bf16"], ["window"], sets, [1], False, False),
     ]
     seen.clear()
-    assert compiler.main(["--recipe", "bf16", "--head-dim", "72:40", "--jobs", "1"]) == 0
-    assert seen == [([(72, 40)], ["bf16", "fp16"], ["full", "causal"], [frozenset()], [1])]
+    words = "--recipe bf16 --head-dim 72:40 --varlen --backward --jobs 1"
+    assert compiler.main(words.split()) == 0
+    assert seen == [([(72, 40)], ["bf16", "fp16"], ["full", "causal"], [frozenset()], [1], True, True)]
 
 
 @pytest.mark.parametrize(
@@ -334,7 +375,7 @@ def test_command_takes_any_head_dim(
 
     monkeypatch.setattr(compiler, "_chosen", chosen)
     assert compiler.main(["--head-dim", text, "--pack-gqa", "1,8", "--jobs", "1"]) == 0
-    assert seen == [["default"], pairs, ["bf16", "fp16"], [1, 8]]
+    assert seen == [["default"], pairs, ["bf16", "fp16"], ["full", "causal"], [frozenset()], [1, 8]]
 
 
 def test_command_says_what_failed(
@@ -372,6 +413,8 @@ def test_command_without_a_cache_is_an_error(
         (["--features", "softcap+bias"], "'softcap+bias' is neither none nor some of softcap, alibi, sinks"),
         (["--pack-gqa", "3"], "3 is not among 1, 2, 4, 8, 16, 32, 64"),
         (["--dtype", "bf16,fp8"], "'fp8' is not among bf16, fp16"),
+        (["--varlen"], "argument --varlen: only 16-bit kernels; name bf16 in --recipe"),
+        (["--backward", "--recipe", "fp8"], "argument --backward: only 16-bit kernels"),
         (["--jobs", "0"], "must be at least 1, got 0"),
     ],
 )

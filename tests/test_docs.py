@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import re
 import shlex
 import sys
@@ -36,7 +37,11 @@ def with_python() -> list[Path]:
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[None]:
     """The stand-ins in torch serve what the pages ask of a GPU; nothing is compiled."""
-    for name in ("flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"):
+    for name in (
+        name for name in cute_attn.__all__ if re.fullmatch(r"flash_attn_(\w+_)?(func|explain)", name)
+    ):
+        if "fp8" in name:
+            continue
         monkeypatch.setitem(
             vars(cute_attn), name, functools.partial(getattr(cute_attn, name), backend="reference")
         )
@@ -172,16 +177,20 @@ def test_troubleshooting_quotes_messages_as_they_are(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cute_attn.api, "_warned", False)
     monkeypatch.delattr("torch.nn.attention.register_flash_attention_impl", raising=False)
     mask = torch.ones(1, 1, 9, 9, dtype=torch.bool)
+    ends = torch.tensor([0, 9], dtype=torch.int32)
     fp8 = functools.partial(cute_attn.fp8_attention, backend="emulator")
     calls: list[Callable[[], object]] = [
         lambda: cute_attn.flash_attn_func(x(), x(), x()),
         lambda: validate.check_backend("sm90", (8, 0)),
         lambda: cute_attn.fp8_attention(x(), x(), x()),
         lambda: cute_attn.quantize(grad(), x(), x()),
+        lambda: cute_attn.flash_attn_varlen_func(
+            grad()[0], x()[0], x()[0], ends, ends, 9, 9, backend="reference"
+        ),
         lambda: fp8(x(2, 40), x(2, 40), x(2, 40)),
         lambda: fp8(x().mT.contiguous().mT, x(), x()),
         lambda: fp8(x(6), x(4), x(4)),
-        lambda: fp8(x(), x(), x(), softmax_scale=-1.0),
+        lambda: fp8(x(), x(), x(), softmax_scale=math.inf),
         lambda: cute_attn.sdpa(x(), x(), x()),
         lambda: cute_attn.sdpa(x(), x(), x(), fallback="error"),
         lambda: hf._needs_torch(mask, None, 0.0, None),

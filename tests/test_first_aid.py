@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -13,8 +14,17 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import ModelShapes, compile, doctor, is_supported, model_shapes, plan16, precompile, selftest
-from cute_attn.kernels.config import Fwd16Config
+from cute_attn import (
+    ModelShapes,
+    compile,
+    doctor,
+    is_supported,
+    model_shapes,
+    plan16,
+    precompile,
+    selftest,
+)
+from cute_attn.kernels.config import Bwd16Config, Fwd16Config, FwdConfig
 
 # --- is_supported
 
@@ -32,6 +42,11 @@ from cute_attn.kernels.config import Fwd16Config
             {"window_size": (5, 0), "softcap": 30.0, "alibi": True, "sinks": True, "head_dim_v": 64},
             "the 16-bit kernel",
         ),
+        (
+            {"precision": "fp8", "window_size": (5, 0), "softcap": 30.0, "alibi": True, "sinks": True},
+            "the 8-bit kernels, recipe 'fp8'",
+        ),
+        ({"requires_grad": True, "window_size": (5, 0), "sinks": True}, "the 16-bit kernel"),
     ],
 )
 def test_supported(options: dict[str, Any], reason: str) -> None:
@@ -47,10 +62,8 @@ def test_supported(options: dict[str, Any], reason: str) -> None:
         ({"precision": "fp8", "head_dim": 40}, "the nearest to pad to is 48"),
         ({"heads_q": 3, "heads_k": 2}, "heads of q is 3; allowed: a multiple"),
         ({"dtype": torch.float32}, "q has dtype torch.float32"),
-        ({"precision": "fp8", "window_size": (5, 0)}, "no 8-bit kernel has a sliding window"),
-        ({"precision": "fp8", "softcap": 30.0}, "softcap is 30.0, and no 8-bit kernel has one"),
-        ({"precision": "fp8", "sinks": True}, "no 8-bit kernel has them"),
-        ({"precision": "fp8", "alibi": True}, "alibi_slopes are given"),
+        ({"precision": "fp8", "window_size": (-2, 0)}, "window_size is (-2, 0); allowed: ends >= 0"),
+        ({"precision": "fp8", "softcap": -1.0}, "softcap is -1.0; allowed: 0 (none)"),
         ({"attn_mask": True}, "a mask tensor is given; allowed: causal, window_size"),
         ({"dropout_p": 0.1}, "dropout_p is 0.1"),
         ({"precision": "accurate", "requires_grad": True}, "q requires grad"),
@@ -260,17 +273,45 @@ def test_default_lengths_stand_for_all(heads_q: int, heads_k: int, head_dim: int
     shapes = ModelShapes(heads_q, heads_k, head_dim, head_dim, causal=causal)
     every = [*range(1, 1200), *range(1200, 20000, 97)]
     for precision in ("bf16", "accurate"):
-        needed = set(precompile.kernels(shapes, [precision], every))
-        assert needed <= set(precompile.kernels(shapes, [precision]))
+        needed = set(precompile.kernels(shapes, [precision], every, varlen=True))
+        assert needed <= set(precompile.kernels(shapes, [precision], varlen=True))
 
 
-def test_windows_need_kernels_with_and_without() -> None:
-    shapes = ModelShapes(4, 2, 64, 64, windows=((99, -1), (-1, -1)), softcap=50.0)
-    configs = precompile.kernels(shapes, ["fp8"], [1, 64, 200])
-    assert all(isinstance(config, Fwd16Config) and config.softcap for config in configs)
-    assert {config.window for config in configs if isinstance(config, Fwd16Config)} == {True, False}
-    only = precompile.kernels(replace(shapes, windows=((99, -1),), softcap=0.0), ["fp8"], [200])
-    assert [config.name for config in only if isinstance(config, Fwd16Config) and not config.window] == []
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_windows_need_kernels_with_and_without(precision: str) -> None:
+    shapes = ModelShapes(4, 2, 64, 64, windows=((99, -1), (-1, -1)), softcap=50.0, sinks=True)
+    configs = precompile.kernels(shapes, [precision], [1, 64, 200])
+    forward = [config for config in configs if isinstance(config, (Fwd16Config, FwdConfig))]
+    assert {type(config) for config in forward} == {Fwd16Config if precision == "bf16" else FwdConfig}
+    assert all(config.softcap and config.sinks for config in forward)
+    assert {config.window for config in forward} == {True, False}
+    only = precompile.kernels(replace(shapes, windows=((99, -1),), softcap=0.0), [precision], [200])
+    assert all(config.window for config in only if isinstance(config, (Fwd16Config, FwdConfig)))
+
+
+def test_odd_head_dims_use_the_16bit_kernel() -> None:
+    assert precompile.kernels(ModelShapes(4, 2, 40, 40), ["fp8"], [1, 300]) == precompile.kernels(
+        ModelShapes(4, 2, 40, 40), ["bf16"], [1, 300]
+    )
+
+
+def test_kernels_of_padded_batches_and_of_training() -> None:
+    shapes = ModelShapes(8, 2, 128, 128, windows=((99, -1), (-1, -1)), softcap=50.0)
+    dense = precompile.kernels(shapes)
+    padded = [config for config in precompile.kernels(shapes, varlen=True) if config not in dense]
+    for seqlen, window in itertools.product((1, 16, 200, 5000), (False, True)):
+        options: dict[str, Any] = {"causal": not window, "window": window, "softcap": True}
+        assert (
+            plan16.forward16_config(128, 128, "bf16", **options, group=4, seqlen_q=seqlen, varlen=True)
+            in padded
+        )
+    assert all(isinstance(config, Fwd16Config) and config.varlen for config in padded)
+    trained = precompile.kernels(shapes, ["fp8"], backward=True)
+    assert set(dense) <= set(trained)
+    assert {config for config in trained if isinstance(config, Bwd16Config)} == {
+        plan16.backward16_config(128, 128, "bf16", causal=True, softcap=True),
+        plan16.backward16_config(128, 128, "bf16", window=True, softcap=True),
+    }
 
 
 def test_shapes_of_models() -> None:
@@ -322,8 +363,10 @@ def test_compile_command_takes_a_model(
         return ((config, 0.5) for config in configs)
 
     monkeypatch.setattr(compile, "fill_cache", fill)
-    assert compile.main(["--model", str(tmp_path), "--recipe", "bf16,fp8", "--seqlen", "1,300"]) == 0
-    assert asked == precompile.kernels(ModelShapes(2, 2, 64, 64), ["bf16", "fp8"], [1, 300])
+    words = ["--model", str(tmp_path), "--recipe", "bf16,fp8", "--seqlen", "1,300", "--varlen", "--backward"]
+    assert compile.main(words) == 0
+    shapes = ModelShapes(2, 2, 64, 64)
+    assert asked == precompile.kernels(shapes, ["bf16", "fp8"], [1, 300], varlen=True, backward=True)
     assert f"{asked[0].name}  0.5 s" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         compile.main(["--model", str(tmp_path / "none")])
