@@ -121,7 +121,7 @@ def fp8_attention_varlen(
         return call(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse, slopes, sinks)
     assert found is not None
     if backend == "auto" and not found.is_empty:
-        _warn_emulator(found.reason, stacklevel=3)
+        _warn_emulator(found.reason)
     out, lse = _emulate(q, k, v, cu_seqlens_q, cu_seqlens_k, found, scale, slopes, sinks)
     return (out, lse) if return_lse else out
 
