@@ -14,8 +14,13 @@ error of many rows is nearly that of the emulator, that of a few rows is not.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from cute_attn import QuantizedQKV
+from cute_attn.flash import reference
 
 P_DEVIATION = 0.032
 DEVIATIONS = 6.0  # of a row at most, of thousands
@@ -57,3 +62,23 @@ def check_lse(
     assert found <= limit, (
         f"{where}: lse differs from the emulator's by {found:.2f} deviations, {limit:.2f} allowed"
     )
+
+
+def exact_attention(qkv: QuantizedQKV, **options: Any) -> tuple[Tensor, Tensor]:
+    """Float64 (out, lse) on what the operands stand for, with the share of the mean key in every score."""
+    q, k, v = qkv.dequantize()
+    options.setdefault("softmax_scale", q.shape[3] ** -0.5)
+    if qkv.q_dot_mean is not None:
+        q = torch.cat([q, qkv.q_dot_mean.double().transpose(1, 2).unsqueeze(-1)], dim=3)
+        k = torch.cat([k, torch.ones_like(k[..., :1])], dim=3)
+    return reference(q, k, v, dtype=torch.float64, **options)
+
+
+def doubled_lse(qkv: QuantizedQKV, options: dict[str, Any]) -> Tensor:
+    """Float64 lse of twice the scores that `exact_attention` has with `options`, without sinks."""
+    twice = {name: value for name, value in options.items() if name != "sinks"}
+    twice["softmax_scale"] = options.get("softmax_scale", qkv.q.shape[3] ** -0.5)
+    for name in ("softmax_scale", "softcap", "alibi_slopes"):  # 2 c tanh(2 x / 2 c) is twice c tanh(x / c)
+        if twice.get(name) is not None:
+            twice[name] = 2 * twice[name]
+    return exact_attention(qkv, **twice)[1]
