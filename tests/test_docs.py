@@ -49,6 +49,10 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator
         monkeypatch.setitem(
             vars(cute_attn), name, functools.partial(getattr(cute_attn, name), backend="emulator")
         )
+    for name in ("append", "attend"):
+        method = getattr(cute_attn.KVCache, name)
+        served = functools.partialmethod(method, backend="reference")
+        monkeypatch.setattr(cute_attn.KVCache, name, served)
     monkeypatch.setattr(hf, "register", functools.partial(hf.register, backend="emulator"))
     monkeypatch.setattr("cute_attn.compile.fill_cache", lambda configs, jobs: ((c, 0.1) for c in configs))
     monkeypatch.setattr("cute_attn.compile.compile_kernel", lambda config: None)
@@ -89,6 +93,8 @@ def test_python_of_the_readme_runs(without_gpu: None) -> None:
         "sin": angles.sin().bfloat16(),
         **dict(zip(("q8", "k8", "v8"), (e4m3, e4m3, e4m3), strict=True)),
         **dict.fromkeys(("dq", "dk", "dv"), torch.ones(1, 4)),
+        "q1": torch.randn(1, 1, 16, 128).bfloat16(),
+        **dict.fromkeys(("k1", "v1"), torch.randn(1, 1, 4, 128).bfloat16()),
         **dict(zip(("query", "key", "value"), half, strict=True)),
     }
     for number, text in enumerate(blocks(ROOT / "README.md", "python")):
