@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from poison import PoisonedTorch
 from test_flash_gpu import check
-from test_kernels_gpu import PoisonedTorch
 from torch import Tensor
 
 import cute_attn

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from poison import PoisonedTorch
 from torch import Tensor
 
 from cute_attn import append, append_kv, decode, flash_attn_with_kvcache
@@ -294,16 +295,6 @@ def attending(new: NewTokens) -> Case:
         batch_idx=new.batch_idx,
         options=CAUSAL,
     )
-
-
-class PoisonedTorch:
-    """torch, but what `empty` returns holds NaN."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def empty(self, *args: Any, **options: Any) -> Tensor:
-        return torch.empty(*args, **options).fill_(math.nan)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from poison import PoisonedTorch
 from torch import Tensor
 
 from cute_attn import (
@@ -72,17 +73,6 @@ WINDOW = (100, 31)
 
 def masks(features: str) -> dict[str, bool]:
     return {name: name in features for name in ("causal", "window", "softcap", "alibi")}
-
-
-class PoisonedTorch:
-    """torch, but what `empty` returns holds NaN, or a number that is no count."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def empty(self, *args: Any, **options: Any) -> Tensor:
-        x = torch.empty(*args, **options)
-        return x.fill_(math.nan if x.is_floating_point() else 7777)
 
 
 @pytest.fixture(autouse=True)

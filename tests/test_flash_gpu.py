@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from poison import PoisonedTorch
 from torch import Tensor
 
 from cute_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, launch
@@ -71,17 +72,6 @@ CLUSTERS = [
     for d in (64, 128, 256)
     for causal in (False, True)
 ]
-
-
-class PoisonedTorch:
-    """torch, but what `empty` returns holds NaN."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def empty(self, *args: Any, **options: Any) -> Tensor:
-        x = torch.empty(*args, **options)
-        return x.fill_(math.nan)
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from covering import all_pairs, covering, pairs
+from poison import PoisonedTorch
 from test_flash_gpu import check
-from test_kernels_gpu import PoisonedTorch
 from torch import Tensor
 
 from cute_attn import flash, flash_attn_explain, flash_attn_func, launch

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from poison import PoisonedTorch
 from torch import Tensor
 
 from cute_attn import (
@@ -131,17 +132,6 @@ OTHERS = [
 
 
 # --- tools
-
-
-class PoisonedTorch:
-    """torch, but what `empty` returns holds NaN, or a large integer."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def empty(self, *args: Any, **options: Any) -> Tensor:
-        x = torch.empty(*args, **options)
-        return x.fill_(math.nan if x.is_floating_point() else 0x7F7F7F)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from poison import PoisonedTorch
 from rounding_bounds import check_lse, doubled_lse, error_ratio, exact_attention
 from torch import Tensor
 
@@ -83,19 +84,6 @@ def compiled() -> None:
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         for future in [pool.submit(compile_one, config) for config in CONFIGS]:
             future.exception()
-
-
-class PoisonedTorch:
-    """torch, but what `empty` returns holds NaN."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def empty(self, *args: Any, **options: Any) -> Tensor:
-        x = torch.empty(*args, **options)
-        if x.numel():
-            x.view(torch.uint8).fill_(0xFF)
-        return x
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from poison import PoisonedTorch
 from rounding_bounds import check_lse, doubled_lse, error_ratio, exact_attention
 from torch import Tensor
 
@@ -89,19 +90,6 @@ RECIPES = [
 
 
 # --- tools
-
-
-class PoisonedTorch:
-    """torch, but what `empty` returns holds 0xFF in all bytes."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def empty(self, *args: Any, **options: Any) -> Tensor:
-        x = torch.empty(*args, **options)
-        if x.numel():
-            x.view(torch.uint8).fill_(0xFF)
-        return x
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from poison import PoisonedTorch
 from rounding_bounds import check_lse, error_ratio
 from torch import Tensor
 
@@ -135,22 +135,6 @@ ROTARIES = [
     for kind in ("half", "interleaved")
 ]
 TRANSPOSES = [transpose_config(d) for d in (32, 48, 64, 80, 96, 128, 160, 176, 208, 256)]
-
-
-class PoisonedTorch:
-    """torch, but what `empty` returns holds NaN, or for int8 the code -128, which no kernel writes."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def empty(self, *args: Any, **options: Any) -> Tensor:
-        x = torch.empty(*args, **options)
-        if x.numel():
-            x.view(torch.uint8).fill_(0x80 if x.dtype == torch.int8 else 0xFF)
-        return x
-
-    def empty_like(self, x: Tensor) -> Tensor:
-        return self.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 @pytest.fixture(autouse=True)
