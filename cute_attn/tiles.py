@@ -365,7 +365,7 @@ def all_forward_configs() -> list[FwdConfig]:
     - Some pairs of unlike head_dim and head_dim_v likewise, and 128, 256 and 192/128 (prefill of multi-head latent
       attention) with every mask and operand type.
     - Packed GQA, for each class of tiles and the smallest, a middle and the largest group.
-    - Short causal sequences, where they have tiles of their own, for each operand type.
+    - Short causal sequences, where they have tiles of their own.
     - Window, softcap, ALiBi and sinks: each by itself, all together with each mask, and in clusters or packed.
 
     Everything else is compiled on first use by the same code.
@@ -390,17 +390,20 @@ def all_forward_configs() -> list[FwdConfig]:
         )
     configs += [
         forward_config(d, d, qk_dtype, True, "code", "bf16", seqlen_k=SHORT_KEYS)
-        for d, qk_dtype in itertools.product(TUNED_HEAD_DIMS, QK_DTYPES)
+        for d, qk_dtype in zip(TUNED_HEAD_DIMS, QK_DTYPES, strict=False)
     ]
     features = ("window", "softcap", "alibi", "sinks")
     every = dict.fromkeys(features, True)
-    for turn, (d, feature) in enumerate(itertools.product(TUNED_HEAD_DIMS, features)):
+    for turn, feature in enumerate(features):
         causal = feature != "window" and bool(turn % 2)
-        some = {feature: True}
-        configs.append(forward_config(d, d, QK_DTYPES[turn // 2 % 2], causal, "code", "bf16", **some))
-    for turn, (d, qk_dtype) in enumerate(itertools.product(TUNED_HEAD_DIMS, QK_DTYPES)):
-        configs.append(forward_config(d, d, qk_dtype, False, "code", "bf16", **every))
+        d = TUNED_HEAD_DIMS[turn % 3]
+        configs.append(
+            forward_config(d, d, QK_DTYPES[turn // 2 % 2], causal, "code", "bf16", **{feature: True})
+        )
+    for turn, d in enumerate(TUNED_HEAD_DIMS):
+        configs.append(forward_config(d, d, QK_DTYPES[turn % 2], False, "code", "bf16", **every))
         some, cluster = {**every, "window": False}, 1 if d == 64 else 2
+        qk_dtype = QK_DTYPES[(turn + 1) % 2]
         configs.append(forward_config(d, d, qk_dtype, bool(turn % 2), "code", "bf16", 1, cluster, **some))
     configs.append(forward_config(192, 128, "int8", False, "code", "bf16", 8, **every))
     for p_rounding in ("ex2", "cast"):
