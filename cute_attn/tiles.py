@@ -401,9 +401,9 @@ def all_forward_configs() -> list[FwdConfig]:
             forward_config(d, d, QK_DTYPES[turn // 2 % 2], causal, "code", "bf16", **{feature: True})
         )
     for turn, d in enumerate(TUNED_HEAD_DIMS):
-        configs.append(forward_config(d, d, QK_DTYPES[turn % 2], False, "code", "bf16", **every))
+        qk_dtype = QK_DTYPES[turn % 2]
+        configs.append(forward_config(d, d, qk_dtype, False, "code", "bf16", **every))
         some, cluster = {**every, "window": False}, 1 if d == 64 else 2
-        qk_dtype = QK_DTYPES[(turn + 1) % 2]
         configs.append(forward_config(d, d, qk_dtype, bool(turn % 2), "code", "bf16", 1, cluster, **some))
     configs.append(forward_config(192, 128, "int8", False, "code", "bf16", 8, **every))
     for p_rounding in ("ex2", "cast"):
