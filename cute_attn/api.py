@@ -32,6 +32,7 @@ from cute_attn.quantize import (
     quantize_reference,
     resolve_recipe,
 )
+from cute_attn.remember import Key, Remembered
 from cute_attn.tiles import transpose_config
 from cute_attn.tracing import caller_level, untraced
 
@@ -186,7 +187,7 @@ def fp8_attention(
         from cute_attn.fp8_autograd import attend
 
         if not traced and call is None and _launches(plan):
-            _remember(key, _prepare_attention(q, k, plan, softmax_scale))  # so that it is checked once
+            _calls.keep(key, _prepare_attention(q, k, plan, softmax_scale))  # so that it is checked once
         out, lse = attend(
             q,
             k,
@@ -210,7 +211,7 @@ def fp8_attention(
         if not _launches(plan):
             prepare = functools.partial(_reference, q, k, v, plan.recipe, rotary)
             return _attend(prepare, plan, q.device, softmax_scale, side, return_lse, backend)
-        call = _remember(key, _prepare_attention(q, k, plan, softmax_scale))
+        call = _calls.keep(key, _prepare_attention(q, k, plan, softmax_scale))
     return call(q, k, v, return_lse, tables, *side)
 
 
@@ -294,7 +295,7 @@ def fp8_attention_quantized(
         assert plan is not None
         if not _launches(plan):
             return _attend(lambda: qkv, plan, qkv.q.device, softmax_scale, side, return_lse, backend)
-        call = _remember(key, _prepare_forward(qkv, plan, softmax_scale))
+        call = _calls.keep(key, _prepare_forward(qkv, plan, softmax_scale))
     out, lse = call(qkv, *side)
     return (out, lse) if return_lse else out
 
@@ -452,7 +453,7 @@ def quantize(
     if call is None:
         if not _launches(plan):
             return _reference(q, k, v, plan.recipe, rotary)
-        call = _remember(key, _prepare_quantize(q, k, plan))
+        call = _calls.keep(key, _prepare_quantize(q, k, plan))
     return call(q, k, v, tables)
 
 
@@ -514,13 +515,11 @@ def explain(
 # From arguments to a call that is ready, or to a plan
 # ------------------------------------------------------------------------------------------------------------
 
-_Key = tuple[object, ...]
 _Call = Callable[..., Any]
-_calls: dict[_Key, _Call] = {}
-_MAX_CALLS: Final = 4096  # a server that sees ever new lengths must not grow without bound
+_calls: Remembered[_Call] = Remembered()
 
 
-def _ready_call(q: Any, k: Any, v: Any, options: _Key) -> tuple[_Key, _Call | None]:
+def _ready_call(q: Any, k: Any, v: Any, options: Key) -> tuple[Key, _Call | None]:
     """(key, call) for 16-bit inputs and options that were accepted before; call is None where they were not.
 
     The key leaves out what the compiled quantiser checks by itself in every call: dtype and device of k and v,
@@ -533,7 +532,7 @@ def _ready_call(q: Any, k: Any, v: Any, options: _Key) -> tuple[_Key, _Call | No
         return (), None  # not a dense tensor, or unhashable: the checks name the argument
 
 
-def _ready_quantized_call(qkv: QuantizedQKV, options: _Key) -> tuple[_Key, _Call | None]:
+def _ready_quantized_call(qkv: QuantizedQKV, options: Key) -> tuple[Key, _Call | None]:
     """Likewise for prepared operands. The key holds all that is checked of their parts."""
     try:
         parts = (qkv.q, qkv.k, qkv.vt, qkv.q_scale, qkv.k_scale, qkv.v_scale, qkv.q_dot_mean)
@@ -544,14 +543,6 @@ def _ready_quantized_call(qkv: QuantizedQKV, options: _Key) -> tuple[_Key, _Call
         return key, _calls.get(key)
     except (AttributeError, LookupError, RuntimeError, TypeError):
         return (), None
-
-
-def _remember(key: _Key, call: _Call) -> _Call:
-    if key:
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = call
-    return call
 
 
 def _plan_inputs(

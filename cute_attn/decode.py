@@ -21,6 +21,7 @@ from cute_attn import append, decode_plan, flash, kv, validate
 from cute_attn.compile import compile_kernel
 from cute_attn.decode_plan import Shares
 from cute_attn.kernels.config import AppendConfig, DecodeConfig
+from cute_attn.remember import Remembered
 from cute_attn.tiles import DTYPE_NAMES
 
 __all__ = ["decode_kernel", "flash_attn_with_kvcache", "reference"]
@@ -130,21 +131,11 @@ def flash_attn_with_kvcache(
     }
     lengths = None if isinstance(cache_seqlens, Tensor) else cache_seqlens
     options = (softmax_scale, causal, softcap, window_size, num_splits, lengths)
-    try:
-        signature = flash._signature
-        given = (q, k_cache, v_cache, *side.values(), *new.values())
-        tensors = [None if x is None else signature(x) for x in given]
-        kinds = map(type, (*options, *window_size, rotary_interleaved))
-        key: tuple[object, ...] = (*tensors, *options, *kinds, rotary_interleaved, backend)
-        plan = _plans.get(key)
-    except (AttributeError, RuntimeError, TypeError):
-        key, plan = (), None  # not a dense tensor, or unhashable: the checks below name the argument
+    given = (q, k_cache, v_cache, *side.values(), *new.values())
+    key, plan = _plans.find(given, (*options, rotary_interleaved, backend), window_size)
     if plan is None:
-        plan = _plan(q, k_cache, v_cache, side, new, options, rotary_interleaved, backend)
-        if key:
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
+        made = _plan(q, k_cache, v_cache, side, new, options, rotary_interleaved, backend)
+        plan = _plans.keep(key, made)
     validate.check_forward_only("cached", q=q, k_cache=k_cache, v_cache=v_cache, **side, **new)
     out, lse = plan.run(q, k_cache, v_cache, side, new)
     return (out, lse) if return_softmax_lse else out
@@ -277,8 +268,7 @@ class _Plan:
         )
 
 
-_plans: dict[tuple[object, ...], _Plan] = {}
-_MAX_PLANS: Final = 4096  # a server that sees ever new shapes must not grow without bound
+_plans: Remembered[_Plan] = Remembered()
 
 
 def _plan(

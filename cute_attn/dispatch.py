@@ -18,6 +18,7 @@ from torch import Tensor
 from cute_attn import api, flash, validate
 from cute_attn.problem import device_capability
 from cute_attn.quantize import PRESETS, Fp8Recipe, resolve_recipe
+from cute_attn.remember import Remembered
 from cute_attn.tracing import caller_level
 
 __all__ = [
@@ -178,14 +179,11 @@ def choose(
         return _choose(q, k, v, precision, backend, causal, softmax_scale, window, softcap, sinks)
     if found is None:
         found = _choose(q, k, v, precision, backend, causal, softmax_scale, window, softcap, sinks)
-        if len(_choices) >= _MAX_CHOICES:
-            _choices.clear()
-        _choices[described, options] = found
+        _choices.keep((described, options), found)
     return found
 
 
-_choices: dict[tuple[object, ...], Choice] = {}
-_MAX_CHOICES: Final = 4096  # a server that sees ever new lengths must not grow without bound
+_choices: Remembered[Choice] = Remembered()
 
 
 def _choose(

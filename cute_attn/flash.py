@@ -17,6 +17,7 @@ from cute_attn import validate
 from cute_attn.kernels.config import HEAD_DIMS_16BIT, Fwd16Config
 from cute_attn.plan16 import Plan16, Problem16, forward16_config, make_plan16
 from cute_attn.problem import cutting_ends, device_capability
+from cute_attn.remember import Remembered
 from cute_attn.tiles import DTYPE_NAMES
 
 __all__ = [
@@ -118,18 +119,8 @@ def _find_plan(
     backend: str,
 ) -> _Plan:
     """`_plan`, once for a signature. options are in the order of `flash_attn_func`, with window_size last."""
-    try:
-        tensors = [None if x is None else _signature(x) for x in (q, k, v, *side.values())]
-        kinds = map(type, (*options, *options[-1]))  # True equals 1 and is not allowed for it
-        key: tuple[object, ...] = (*tensors, *options, *kinds, backend)
-        plan = _plans.get(key)
-    except (AttributeError, RuntimeError, TypeError):
-        key, plan = (), None  # not a dense tensor, or unhashable: the checks below name the argument
-    if plan is None:
-        plan = _plan(q, k, v, side, options, backend)
-        if key:
-            _remember(key, plan)
-    return plan
+    key, plan = _plans.find((q, k, v, *side.values()), (*options, backend), options[-1])
+    return _plans.keep(key, _plan(q, k, v, side, options, backend)) if plan is None else plan
 
 
 def flash_attn_explain(
@@ -323,19 +314,7 @@ class _Plan:
     loadable: tuple[bool, bool, bool]  # whether TMA can read tensors of the strides of q, k, v
 
 
-_plans: dict[tuple[object, ...], _Plan] = {}
-_MAX_PLANS: Final = 4096  # a server that sees ever new lengths must not grow without bound
-
-
-def _remember(key: tuple[object, ...], plan: _Plan) -> None:
-    if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
-    _plans[key] = plan
-
-
-def _signature(x: Tensor) -> tuple[object, ...]:
-    """All that checks and planning read of a tensor. Raises one of several errors for anything but a dense tensor."""
-    return type(x), x.shape, x.stride(), x.dtype, x.device
+_plans: Remembered[_Plan] = Remembered()
 
 
 def _plan(

@@ -16,6 +16,8 @@ from torch import Tensor
 from cute_attn import flash, validate
 from cute_attn.flash import _Plan
 from cute_attn.plan16 import forward16_config
+from cute_attn.problem import cutting_ends
+from cute_attn.remember import Remembered
 from cute_attn.tiles import DTYPE_NAMES
 from cute_attn.tracing import untraced
 
@@ -73,7 +75,7 @@ def flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs: as in
             `flash_attn_func`.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32, likewise.
-        block_table: None; there is no paged cache.
+        block_table: None; `flash_attn_with_kvcache` reads pages.
         seqused_k: (batch,) int32, contiguous, on the device of q: only the first seqused_k[b] keys of sequence b
             count, as if it had no others. Values below 0 count as 0, above its length as its length.
         return_lse: also return the log-sum-exp of each row's scores.
@@ -91,7 +93,9 @@ def flash_attn_varlen_func(
         NotImplementedError: dropout, return_attn_probs, block_table, or grad mode is on and an input requires grad.
     """
     if block_table is not None:
-        raise NotImplementedError("block_table is given, but there is no paged cache; allowed: None")
+        raise NotImplementedError(
+            "block_table is given, but pages are read by flash_attn_with_kvcache alone; allowed: None"
+        )
     _check_max("max_seqlen_q", max_seqlen_q)
     _check_max("max_seqlen_k", max_seqlen_k)
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
@@ -111,18 +115,10 @@ def _run(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Plan, unless a call like this one has been planned, and attend."""
-    try:
-        given = (q, k, v, *lengths.values(), *side.values())
-        tensors = [None if x is None else flash._signature(x) for x in given]
-        kinds = map(type, (*options, *options[-1]))  # True equals 1 and is not allowed for it
-        key: tuple[object, ...] = ("varlen", *tensors, *options, *kinds, backend)
-        plan = flash._plans.get(key)
-    except (AttributeError, RuntimeError, TypeError):
-        key, plan = (), None  # not a dense tensor, or unhashable: the checks below name the argument
+    given = (q, k, v, *lengths.values(), *side.values())
+    key, plan = _plans.find(given, (*options, backend), options[-1])
     if plan is None:
-        plan = _plan(q, k, v, lengths, side, options, backend)
-        if key:
-            flash._remember(key, plan)
+        plan = _plans.keep(key, _plan(q, k, v, lengths, side, options, backend))
     validate.check_forward_only("16-bit varlen", q=q, k=k, v=v, **side)
     return _attend(q, k, v, plan, **lengths, **side)  # type: ignore[arg-type]  # cu_seqlens are no None any more
 
@@ -296,6 +292,9 @@ def flash_attn_varlen_qkvpacked_func(
 # ------------------------------------------------------------------------------------------------------------
 
 
+_plans: Remembered[_Plan] = Remembered()
+
+
 def _check_max(name: str, x: object) -> None:
     if isinstance(x, bool) or not isinstance(x, int):
         raise TypeError(f"{name} is a {type(x).__name__}; allowed: an int >= 0")
@@ -363,16 +362,14 @@ def _plan(
     loadable = (flash._loadable(q), flash._loadable(k), flash._loadable(v))
     if backend == "reference" or 0 in (batch, total_q, total_k):
         return _Plan(None, scale, softcap, window, loadable)
-    left, right = window
-    left = -1 if left >= total_k else left  # such an end cuts nothing
-    right = -1 if right >= total_q else right
-    causal = left < 0 and right == 0
+    left, right = cutting_ends(window, total_q, total_k)  # as if of one sequence: the others are shorter
+    causal = (left, right) == (-1, 0)
     config = forward16_config(
         head_dim,
         head_dim_v,
         DTYPE_NAMES[q.dtype],
         causal=causal,
-        window=not causal and (left >= 0 or right >= 0),
+        window=not causal and (left, right) != (-1, -1),
         softcap=softcap > 0.0,
         alibi=side["alibi_slopes"] is not None,
         sinks=side["sinks"] is not None,

@@ -10,18 +10,18 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cute_attn import plan, tiles, validate
 from cute_attn.api import _warn_emulator
-from cute_attn.flash import _signature
 from cute_attn.flash_varlen import _check_lengths, _check_max
 from cute_attn.kernels.config import FwdConfig, QuantizeConfig
 from cute_attn.problem import Features, cutting_ends, device_capability
 from cute_attn.quantize import Fp8Recipe, quantize_reference, resolve_recipe
+from cute_attn.remember import Remembered
 
 if TYPE_CHECKING:
     from cute_attn.launch_varlen import VarlenAttention
@@ -95,14 +95,7 @@ def fp8_attention_varlen(
         max_seqlen_q,
         max_seqlen_k,
     )
-    try:
-        given = (q, k, v, *ends.values(), *side.values())
-        tensors = [None if x is None else _signature(x) for x in given]
-        # True equals 1 and is not allowed for it
-        key: tuple[object, ...] = (*tensors, *asked, *map(type, (*asked, *window_size)))
-        call = _calls.get(key)
-    except (AttributeError, RuntimeError, TypeError):
-        key, call = (), None  # not a dense tensor, or unhashable: the checks below name the argument
+    key, call = _calls.find((q, k, v, *ends.values(), *side.values()), asked, window_size)
     found, scale = None, 0.0
     if call is None:
         _check_max("max_seqlen_q", max_seqlen_q)
@@ -112,9 +105,7 @@ def fp8_attention_varlen(
         )
         scale = validate.check_softmax_scale(softmax_scale, q.shape[2])
         if found.backend == "sm90" and not found.is_empty:
-            call = _prepare(found, q.shape, k.shape, scale, q.device)
-            if key:
-                _remember(key, call)
+            call = _calls.keep(key, _prepare(found, q.shape, k.shape, scale, q.device))
     validate.check_forward_only(q=q, k=k, v=v, **side)
     slopes = None if alibi_slopes is None else alibi_slopes.expand(len(cu_seqlens_q) - 1, q.shape[1])
     if call is not None:
@@ -289,14 +280,7 @@ def _choose(
 # From a plan to a result
 # ------------------------------------------------------------------------------------------------------------
 
-_MAX_CALLS: Final = 1024  # a server that sees ever new totals must not grow without bound
-_calls: dict[tuple[object, ...], VarlenAttention] = {}
-
-
-def _remember(key: tuple[object, ...], call: VarlenAttention) -> None:
-    if len(_calls) >= _MAX_CALLS:
-        _calls.clear()
-    _calls[key] = call
+_calls: Remembered[VarlenAttention] = Remembered()
 
 
 def _prepare(

@@ -629,7 +629,6 @@ def launch_forward16_varlen(
     out = torch.empty((total_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
     lse = torch.empty((heads_q, total_q), dtype=torch.float32, device=device)
     counter = torch.empty((1,), dtype=torch.int32, device=device)
-    left, right = window
     compile_kernel(config)(
         q,
         k,
@@ -643,8 +642,7 @@ def launch_forward16_varlen(
         cu_seqlens_k if seqused_k is None else seqused_k,
         counter,
         *factors,
-        total_k if left < 0 else min(left, total_k),  # beyond, a window cuts nothing
-        total_q if right < 0 else min(right, total_q),
+        *_window_ends(window, total_q, total_k),
         int(seqused_k is not None),
         _sms(device) if sms is None else sms,
         _BYTES_IN_TURN // (2 * (head_dim + head_dim_v)),

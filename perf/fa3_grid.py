@@ -186,18 +186,11 @@ def call(cell: Cell, x: Inputs, backend: str) -> tuple[Tensor, Tensor]:
         options["softcap"] = x.softcap
     if x.descales is not None:
         if cell.varlen:
-            raise NotImplementedError("no function for sequences of unlike length in e4m3")
+            raise NotImplementedError("no function takes ready e4m3 tensors of unlike length")
         options |= dict(zip(("q_descale", "k_descale", "v_descale"), x.descales, strict=True))
-        try:
-            return cute_attn.flash_attn_fp8_func(x.q, x.k, x.v, **options)
-        except TypeError as error:
-            if "unexpected keyword argument" not in str(error):
-                raise
-            raise NotImplementedError(str(error)) from None
+        return cute_attn.flash_attn_fp8_func(x.q, x.k, x.v, **options)
     if not cell.varlen:
         return cute_attn.flash_attn_func(x.q, x.k, x.v, **options)  # type: ignore[return-value]
-    if not hasattr(cute_attn, "flash_attn_varlen_func"):
-        raise NotImplementedError("no function for sequences of unlike length")
 
     def starts(lengths: list[int]) -> Tensor:
         return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(x.q.device)

@@ -21,6 +21,7 @@ import cute_attn
 from cute_attn import Fp8Recipe, QuantizedQKV, api
 from cute_attn.quantize import PRESETS, permute_v, quantize_reference
 from cute_attn.reference import attention
+from cute_attn.remember import Remembered
 from cute_attn.tiles import transpose_config
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -35,7 +36,7 @@ P_ERROR = {"code": 3.35e-2, "ex2": 2.8e-2, "cast": 2.85e-2}
 @pytest.fixture(autouse=True)
 def fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call remembered, no warning given yet."""
-    monkeypatch.setattr(api, "_calls", {})
+    monkeypatch.setattr(api, "_calls", Remembered())
     monkeypatch.setattr(api, "_warned", False)
 
 
@@ -782,7 +783,7 @@ def test_host_path_runs_no_torch_operation(launches: Launches) -> None:
 
 
 def test_remembered_calls_are_bounded(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_MAX_CALLS", 8)
+    monkeypatch.setattr(api._calls, "limit", 8)
     x = torch.zeros(1, 40, 1, 64, dtype=BF16)
     for seqlen in range(1, 41):
         cute_attn.fp8_attention(x[:, :seqlen], x, x)

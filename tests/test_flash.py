@@ -34,6 +34,7 @@ from cute_attn.kernels.config import (
 )
 from cute_attn.plan16 import forward16_config
 from cute_attn.reference import attention
+from cute_attn.remember import Remembered
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -280,7 +281,7 @@ def test_what_a_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("cute_attn.launch.launch_forward16", launched)
     monkeypatch.setattr(flash, "device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash, "_plans", {})
+    monkeypatch.setattr(flash, "_plans", Remembered())
 
     def kind(seqlen_q: int = 300, **options: Any) -> tuple[str, tuple[int, int]]:
         q, k, v = tensors(seqlen_q=seqlen_q, seqlen_k=200)

@@ -29,6 +29,7 @@ from cute_attn.flash import masked_scores, reference
 from cute_attn.flash_backward import reference_backward
 from cute_attn.kernels.config import HEAD_DIMS_16BIT, REGISTERS_PER_SM, SMEM_LIMIT, Bwd16Config
 from cute_attn.plan16 import backward16_config
+from cute_attn.remember import Remembered
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FORWARD = torch.ops.cute_attn.flash_attn_forward.default
@@ -292,7 +293,7 @@ def test_what_the_backward_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cute_attn.launch.launch_forward16", forward)
     monkeypatch.setattr("cute_attn.launch_backward.launch_backward16", backward)
     monkeypatch.setattr(flash, "device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash, "_plans", {})
+    monkeypatch.setattr(flash, "_plans", Remembered())
     q, k, v = inputs((300, 200, 4, 2), BF16, 64, 40)
     sinks = torch.zeros(4, requires_grad=True)
 

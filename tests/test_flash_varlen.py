@@ -24,6 +24,7 @@ from cute_attn import (
     flash_attn_varlen_kernel,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_varlen,
     launch,
 )
 from cute_attn.flash_varlen import reference_varlen
@@ -37,6 +38,7 @@ from cute_attn.kernels.common.varlen import (
 )
 from cute_attn.kernels.config import Fwd16Config
 from cute_attn.plan16 import forward16_config
+from cute_attn.remember import Remembered
 
 BF16, FP16 = torch.bfloat16, torch.float16
 HOST = cute.AddressSpace.generic
@@ -116,7 +118,11 @@ def inputs(
         ({"max_seqlen_q": 3.0}, TypeError, "max_seqlen_q is a float; allowed: an int >= 0"),
         ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k is -1; allowed: an int >= 0"),
         ({"max_seqlen_k": True}, TypeError, "max_seqlen_k is a bool"),
-        ({"block_table": torch.zeros(1)}, NotImplementedError, "there is no paged cache; allowed: None"),
+        (
+            {"block_table": torch.zeros(1)},
+            NotImplementedError,
+            "pages are read by flash_attn_with_kvcache alone; allowed: None",
+        ),
         ({"dropout_p": 0.1}, NotImplementedError, "there is no dropout"),
         ({"return_attn_probs": True}, NotImplementedError, "probabilities are never in memory"),
         ({"window_size": (-2, 0)}, ValueError, "allowed: ends >= 0, or -1 for none"),
@@ -281,7 +287,7 @@ def test_packed_forms() -> None:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Hopper GPU that is not there, for planning."""
     monkeypatch.setattr(flash, "device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash, "_plans", {})
+    monkeypatch.setattr(flash_varlen, "_plans", Remembered())
 
 
 def test_what_a_call_launches(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
@@ -303,13 +309,13 @@ def test_what_a_call_launches(monkeypatch: pytest.MonkeyPatch, hopper: None) -> 
 
     assert kind() == ("full", (-1, -1))
     assert kind(causal=True) == kind(window_size=(-1, 0)) == ("causal", (-1, 0))
-    assert kind(causal=True, window_size=(200, 9)) == ("causal", (-1, 0))  # longer than all keys together
-    assert kind(causal=True, window_size=(199, 9)) == ("window", (199, 0))
-    assert kind(window_size=(200, 301)) == ("full", (-1, -1))
-    assert kind(window_size=(-1, 300)) == ("window", (-1, 300))
-    count = len(flash._plans)
+    assert kind(causal=True, window_size=(199, 9)) == ("causal", (-1, 0))  # longer than all keys together
+    assert kind(causal=True, window_size=(198, 9)) == ("window", (198, 0))
+    assert kind(window_size=(199, 300)) == ("full", (-1, -1))
+    assert kind(window_size=(-1, 299)) == ("window", (-1, 299))
+    count = len(flash_varlen._plans)
     kind(causal=True)
-    assert len(flash._plans) == count
+    assert len(flash_varlen._plans) == count
     used = torch.zeros(2, dtype=torch.int32)
     kind(seqused_k=used, alibi_slopes=torch.zeros(4), softcap=2.0, sinks=torch.zeros(4), softmax_scale=-0.5)
     config, given = calls[-1]

@@ -14,6 +14,7 @@ from torch.library import opcheck
 from cute_attn import api, flash, fp8_attention, fp8_autograd, problem
 from cute_attn.flash import masked_scores
 from cute_attn.quantize import PRESETS, Fp8Recipe
+from cute_attn.remember import Remembered
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FORWARD = torch.ops.cute_attn.fp8_attention_forward.default
@@ -302,8 +303,8 @@ def test_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cute_attn.launch_backward.launch_backward16", backward)
     for module in (api, flash, fp8_autograd, problem):
         monkeypatch.setattr(module, "device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash, "_plans", {})
-    monkeypatch.setattr(api, "_calls", {})
+    monkeypatch.setattr(flash, "_plans", Remembered())
+    monkeypatch.setattr(api, "_calls", Remembered())
     q, k, v = inputs()
     fp8_attention(q, k, v, causal=True, softmax_scale=0.3).sum().backward()
     (given,) = backwards

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import cute_attn
-from cute_attn import api, dispatch, flash
+from cute_attn import api, dispatch, flash, flash_varlen
 from cute_attn.dispatch import TORCH
 
 BF16 = torch.bfloat16
@@ -24,7 +24,7 @@ Function = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Nothing that another test has planned or traced."""
-    for memory in (dispatch._choices, api._calls, flash._plans):
+    for memory in (dispatch._choices, api._calls, flash._plans, flash_varlen._plans):
         memory.clear()  # type: ignore[attr-defined]
     torch._dynamo.reset()
     yield
