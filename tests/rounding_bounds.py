@@ -49,15 +49,27 @@ def check_lse(
     seen = doubled != -torch.inf
     if not bool(seen.any()):
         return
-    deviation = P_DEVIATION * torch.exp(doubled[seen] / 2 - exact[seen])
+    allowed = DEVIATIONS * deviation_of(exact[seen], doubled[seen]) + REST
     error = (lse.double() - exact)[seen]
-    allowed = DEVIATIONS * deviation + REST
     worst = int((error.abs() - allowed).argmax())
     at = seen.nonzero()[worst].tolist()
     assert bool((error.abs() <= allowed).all()), (
         f"{where}: lse is off by {error[worst]:.3e}, {allowed[worst]:.3e} allowed, at (batch, head, row) {at}"
     )
-    ties = ((lse.double() - emulated.double())[seen].abs() - REST).clamp(min=0.0) / deviation
+    check_agreement(lse, emulated, exact, doubled, qk_dtype, where)
+
+
+def deviation_of(exact: Tensor, doubled: Tensor) -> Tensor:
+    return P_DEVIATION * torch.exp(doubled / 2 - exact)
+
+
+def check_agreement(
+    lse: Tensor, emulated: Tensor, exact: Tensor, doubled: Tensor, qk_dtype: str, where: str
+) -> None:
+    """All rows together against the emulator, also where hundreds of keys have equal scores. Args as `check_lse`."""
+    seen = doubled != -torch.inf
+    ties = ((lse.double() - emulated.double())[seen].abs() - REST).clamp(min=0.0)
+    ties = ties / deviation_of(exact[seen], doubled[seen])
     found, limit = ties.square().mean().sqrt().item(), TIES[qk_dtype] + OF_ONE / ties.numel() ** 0.5
     assert found <= limit, (
         f"{where}: lse differs from the emulator's by {found:.2f} deviations, {limit:.2f} allowed"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from poison import PoisonedTorch
-from rounding_bounds import check_lse, doubled_lse, error_ratio, exact_attention
+from rounding_bounds import check_agreement, check_lse, doubled_lse, error_ratio, exact_attention
 from torch import Tensor
 
 import cute_attn
@@ -213,6 +213,26 @@ def check_few_ctas(config: FwdConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(launch, "_sms", lambda device: 6)
         got = attend(qkv, config, **options)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("qk_dtype", ["int8", "e4m3"])
+@pytest.mark.parametrize("softcap", [4.0, 0.5])
+def test_scores_at_the_cap(softcap: float, qk_dtype: str) -> None:
+    """Hundreds of keys of a row have nearly one score, and one rounding of P: lse is that of the emulator."""
+    config = forward_config(128, 128, qk_dtype, False, "code", "bf16", softcap=True)
+    qkv, options = operands((2, 700, 900, 3, 3), config), {"softcap": softcap}
+    out, lse = attend(qkv, config, **options)
+    exact, exact_lse = exact_attention(qkv, **options)
+    emulated, emulated_lse = emulator.emulate_forward(
+        qkv,
+        tile_m=config.tile_m,
+        tile_n=config.tile_n,
+        check_keys=config.check_keys,
+        out_dtype=BF16,
+        **options,
+    )
+    assert rms(out - exact) <= error_ratio(qk_dtype, lse.numel()) * rms(emulated - exact) + 1e-5 * rms(exact)
+    check_agreement(lse, emulated_lse, exact_lse, doubled_lse(qkv, options), qk_dtype, f"softcap {softcap}")
 
 
 @pytest.mark.parametrize("softmax_scale", [-0.1, 0.0, 1e-30])

@@ -14,6 +14,7 @@ from torch import Tensor
 import cute_attn
 from cute_attn import api, validate
 from cute_attn.kernels.config import HEAD_DIMS
+from cute_attn.remember import Remembered
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
@@ -486,7 +487,7 @@ def test_device_mismatch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
 def test_sm90_on_another_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    monkeypatch.setattr(api, "_calls", {})
+    monkeypatch.setattr(api, "_calls", Remembered())
     monkeypatch.setattr("cute_attn.problem.device_capability", lambda device: capability)
     dotted = f"{capability[0]}.{capability[1]}"
     with pytest.raises(
