@@ -208,7 +208,13 @@ def _choose(
             q.device if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
         )
         return Choice(TORCH, "torch", f"q is on {where}, and the kernels need a Hopper GPU (H100, H200)")
+    wanting = [
+        name for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if flash._wants_gradient(x)
+    ]
     for candidate in dict.fromkeys((precision, EXACT)):
+        if candidate != EXACT and wanting:
+            reason = f"{wanting[0]} requires grad, and training is exact here; fp8_attention trains in 8 bits"
+            continue
         try:
             kernel = _kernel(q, k, v, candidate, backend, causal, softmax_scale, window, softcap, sinks)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -237,7 +243,6 @@ def _kernel(
         stand_in = "reference" if backend == "emulator" else backend
         kernel = flash.flash_attn_kernel(q, k, v, causal, window, softcap, alibi_slopes, sinks, stand_in)
     else:
-        validate.check_forward_only(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
         kernel = api.explain(
             q,
             k,

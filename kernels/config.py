@@ -399,9 +399,9 @@ class Bwd16Config:
     tile_n: int  # keys of a CTA; 64 for each consumer warpgroup, with `shared_keys` for both
     dtype: str  # "bf16" or "fp16": of all operands and gradients
     causal: bool
-    # How the warpgroups share dQ of a step: "rows" (64 queries each), "columns" (of head_dim) or "transposed"
-    # (columns, of dQ^T = K^T dS^T, whose rows they are)
-    dq_split: str
+    dq_split: (
+        str  # how the warpgroups share dQ of a step: "rows" (64 queries each) or "columns" (of head_dim)
+    )
     window: bool = False  # as in Fwd16Config, and so are the next two
     softcap: bool = False
     alibi: bool = False
@@ -448,7 +448,7 @@ class Bwd16Config:
     def qk_columns(self) -> int:
         """Columns of Q, K and their gradients on the chip: what the split of dQ wants. TMA fills those past head_dim
         with 0 and does not store them."""
-        unit = {"rows": 32, "columns": 32 * self.consumer_warpgroups}.get(self.dq_split, self.tile_n)
+        unit = 32 if self.dq_split == "rows" else 32 * self.consumer_warpgroups
         return -(-self.head_dim // unit) * unit
 
     @property
@@ -508,12 +508,11 @@ class Bwd16Config:
         fits = {
             "rows": self.tile_m == self.tile_n,
             "columns": self.tile_m == 64 and self.qk_columns % (32 * self.consumer_warpgroups) == 0,
-            "transposed": self.qk_columns == self.tile_n,
         }
         if not fits.get(self.dq_split, False):
             raise ValueError(
-                f"dq_split must be 'rows' with tile_m = tile_n, 'columns' with tile_m 64 or 'transposed' with head_dim "
-                f"up to tile_n, got {self.dq_split!r}, {self.tile_m} x {self.tile_n}, head_dim {self.head_dim}"
+                f"dq_split must be 'rows' with tile_m = tile_n or 'columns' with tile_m 64, got {self.dq_split!r}, "
+                f"{self.tile_m} x {self.tile_n}"
             )
         accumulators = (self.dk_part + self.dv_part) // 2  # of a thread
         if accumulators > 128:

@@ -47,6 +47,7 @@ from cute_attn.kernels.config import Bwd16Config, Fwd16Config, FwdConfig
             "the 8-bit kernels, recipe 'fp8'",
         ),
         ({"requires_grad": True, "window_size": (5, 0), "sinks": True}, "the 16-bit kernel"),
+        ({"precision": "accurate", "requires_grad": True}, "the 8-bit kernels, recipe 'accurate'"),
     ],
 )
 def test_supported(options: dict[str, Any], reason: str) -> None:
@@ -66,7 +67,6 @@ def test_supported(options: dict[str, Any], reason: str) -> None:
         ({"precision": "fp8", "softcap": -1.0}, "softcap is -1.0; allowed: 0 (none)"),
         ({"attn_mask": True}, "a mask tensor is given; allowed: causal, window_size"),
         ({"dropout_p": 0.1}, "dropout_p is 0.1"),
-        ({"precision": "accurate", "requires_grad": True}, "q requires grad"),
         ({"capability": (8, 0)}, "the GPU is of 8.0; allowed: compute capability 9.x"),
     ],
 )

@@ -100,10 +100,8 @@ class BwdMainloop:
         cfg, warpgroups, smem = self.cfg, self.cfg.consumer_warpgroups, wg.OperandSource.SMEM
         if cfg.dq_split == "rows":
             op, atoms = self.op(cfg.qk_columns, smem, K_MAJOR, MN_MAJOR), (warpgroups, 1, 1)
-        elif cfg.dq_split == "columns":
-            op, atoms = self.op(cfg.qk_columns // warpgroups, smem, K_MAJOR, MN_MAJOR), (1, warpgroups, 1)
         else:
-            op, atoms = self.op(cfg.tile_m, smem, MN_MAJOR, K_MAJOR), (warpgroups, 1, 1)
+            op, atoms = self.op(cfg.qk_columns // warpgroups, smem, K_MAJOR, MN_MAJOR), (1, warpgroups, 1)
         return cute.make_tiled_mma(cute.make_mma_atom(op), atoms)
 
     def fragments(self, s_q, s_k, s_v, s_do, s_ds, warpgroup: Int32):
@@ -123,8 +121,10 @@ class BwdMainloop:
             gradients.append((a, mma.make_fragment_B(part.partition_B(transposed(s)))))
         mma = self.dq_mma()
         part = mma.get_slice(first)
-        a, b = (transposed(s_k), s_ds) if cfg.dq_split == "transposed" else (s_ds, transposed(s_k))
-        dq = (mma.make_fragment_A(part.partition_A(a)), mma.make_fragment_B(part.partition_B(b)))
+        dq = (
+            mma.make_fragment_A(part.partition_A(s_ds)),
+            mma.make_fragment_B(part.partition_B(transposed(s_k))),
+        )
         return scores, dp, gradients, dq
 
     def new_scores(self) -> cute.Tensor:
@@ -145,7 +145,6 @@ class BwdMainloop:
     def new_dq(self) -> cute.Tensor:
         cfg = self.cfg
         extents = (cfg.tile_m, cfg.qk_columns)
-        extents = extents[::-1] if cfg.dq_split == "transposed" else extents
         return cute.make_rmem_tensor(self.dq_mma().get_slice(0).partition_shape_C(extents), Float32)
 
     def new_operand(self) -> cute.Tensor:
@@ -332,7 +331,7 @@ class BwdMainloop:
                 cute.arch.cp_async_bulk_commit_group()
                 if const_expr(cfg.deterministic):
                     cute.arch.cp_async_bulk_wait_group(0)  # the adds are done, not only read
-                    cute.arch.fence_proxy("async")
+                    cute.arch.fence_proxy("async")  # before the count that lets the next tile add
                     self.end_turn(turn)
 
     @cute.jit
@@ -433,10 +432,7 @@ class BwdMainloop:
         if const_expr(cfg.shared_keys):
             self.issue_gradient(dv, words_p, dv_operands, stages_v, cfg.dv_part)
         dq = self.new_dq()
-        if const_expr(cfg.dq_split == "transposed"):
-            self.issue(self.dq_mma(), dq, dq_a, dq_b[None, None, None, ds_stage], False)
-        else:
-            self.issue(self.dq_mma(), dq, dq_a[None, None, None, ds_stage], dq_b, False)
+        self.issue(self.dq_mma(), dq, dq_a[None, None, None, ds_stage], dq_b, False)
         self.issue_gradient(dk, words_ds, dk_operands, stages_k, cfg.dk_part)
         wg.wait_group(2)  # dV is complete
         pipe_do.consumer_release(state_do)  # one lane of each warp: it reads this dO no more

@@ -460,9 +460,9 @@ class FwdSm90:
         row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
         side = self.side_of(of_all, batch, first_row, seqlen_q, first_key, seqlen_k)
         if cutlass.const_expr(cfg.varlen):
-            cute.arch.sync_warp()
+            cute.arch.sync_warp()  # the warp: every lane has read the place, and one may say so
             if cute.arch.lane_idx() == 0:
-                pipes[3].consumer_release(at)  # this warp has read the place
+                pipes[3].consumer_release(at)  # to the producer, which writes the place after next there
             g_o = self.rows_from(m_o, head, m_block, first_row, seqlen_q)
             g_lse = cute.domain_offset((first_row, 0), m_lse[None, None, 0])
             o_block, rows = Int32(0), seqlen_q
