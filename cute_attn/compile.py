@@ -266,9 +266,10 @@ def _decode_arguments(
     import cutlass
     import cutlass.cute as cute
 
-    from cute_attn.kernels.decode.attend import ELEMENTS, Decode
+    from cute_attn.kernels.any.vectors import IN_TYPES
+    from cute_attn.kernels.decode.attend import Decode
 
-    element = ELEMENTS[config.dtype]
+    element = IN_TYPES[config.dtype]
     cached = cutlass.Float8E4M3FN if config.cache == "e4m3" else element
     batch, seqlen_q, heads_q, heads_k, sequences, slots, blocks = (cute.sym_int32() for _ in range(7))
     d, d_v = config.head_dim, config.head_dim_v

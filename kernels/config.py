@@ -611,9 +611,33 @@ class DecodeConfig:
     arch: str = "sm_90a"
 
     @property
+    def fp8(self) -> bool:
+        """Whether the cache is of e4m3."""
+        return self.cache == "e4m3"
+
+    @property
+    def token_scales(self) -> bool:
+        return self.scales == "token"
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether scores are scaled before the softmax, not in it."""
+        return self.softcap or self.alibi
+
+    @property
+    def k_steps(self) -> int:
+        """Products that head_dim takes, of 16 columns."""
+        return -(-self.head_dim // 16)
+
+    @property
+    def n_tiles(self) -> int:
+        """Products that head_dim_v takes, of 8 columns."""
+        return self.head_dim_v // 8
+
+    @property
     def element_bytes(self) -> int:
         """Of the cache."""
-        return 1 if self.cache == "e4m3" else 2
+        return 1 if self.fp8 else 2
 
     @property
     def rows(self) -> int:
@@ -655,7 +679,7 @@ class DecodeConfig:
     @property
     def scale_bytes(self) -> int:
         """Of a step: a float32 for each key of K and of V."""
-        return 8 * DECODE_KEYS if self.scales == "token" else 0
+        return 8 * DECODE_KEYS if self.token_scales else 0
 
     @property
     def stage_bytes(self) -> int:
@@ -687,7 +711,7 @@ class DecodeConfig:
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA: its warps', and Q, or 16 bytes into which an odd row's last load reaches."""
-        q = 16 * self.m_tiles * 2 * (-(-self.head_dim // 16) * 16) if self.q_in_smem else 16
+        q = 16 * self.m_tiles * 2 * (16 * self.k_steps) if self.q_in_smem else 16
         return self.warps * self.warp_bytes + q
 
     @property
@@ -714,7 +738,7 @@ class DecodeConfig:
         ):
             if value not in allowed:
                 raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
-        if self.cache == "e4m3" and self.arch not in E4M3_ARCHS:
+        if self.fp8 and self.arch not in E4M3_ARCHS:
             raise ValueError(f"arch must be one of {E4M3_ARCHS} for a cache of e4m3, got {self.arch!r}")
         if self.half_tile and self.m_tiles != 1:
             raise ValueError(f"m_tiles must be 1 with half_tile, got {self.m_tiles}")

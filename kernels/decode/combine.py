@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -10,35 +11,49 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from ..common.floats import bf16_pair, fp16_pair
 from ..config import DecodeConfig
-from .split import Splits, share_of, share_start
+from .split import Lengths, Shares, Splits, share_of, share_start
 
 LOG2_E = math.log2(math.e)
 WARPS = 4  # of a CTA, a row each
 
 
+class Results(NamedTuple):
+    """What the call returns, and the workspace for rows whose keys CTAs share."""
+
+    out: cute.Tensor  # (batch, seqlen_q, heads_q, head_dim_v)
+    lse: cute.Tensor  # (batch, heads_q, seqlen_q) float32
+    sinks: cute.Tensor | None  # (heads_q,) float32
+    partial_ml: cute.Tensor  # (slots, rows, 2) float32: maximum and sum
+    partial_o: cute.Tensor  # (slots, rows, head_dim_v) float32
+    factor: Float32  # from the unit of maxima to octaves
+
+
+class Row(NamedTuple):
+    """A packed row."""
+
+    batch: Int32
+    head: Int32  # of K and V
+    row: Int32  # among those of the key head
+    group: Int32  # query heads of a key head
+
+
 @cute.jit
 def finish(
     cfg: cutlass.Constexpr,
-    m_out: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
-    m_lse: cute.Tensor,  # (batch, heads_q, seqlen_q)
-    m_sinks,
-    b: Int32,
-    head: Int32,
-    row: Int32,  # packed, of the sequence
-    group: Int32,
+    results: Results,
+    at: Row,
     column: Int32,
     top: Float32,
     total: Float32,
     o: cute.Tensor,  # (4,) float32: columns from `column` on
-    factor: Float32,
 ):
-    """O over the sum, and lse: of four columns. top is the largest score, in units of which `factor` makes octaves."""
-    query = row // group
-    head_q = head * group + row - query * group
-    reference = (Float32(0.0) if top == -Float32.inf else top) * factor
+    """O over the sum, and lse: of four columns of a row. top is its largest score."""
+    query = at.row // at.group
+    head_q = at.head * at.group + at.row - query * at.group
+    reference = (Float32(0.0) if top == -Float32.inf else top) * results.factor
     share = Float32(1.0)
     if const_expr(cfg.sinks):
-        sink = m_sinks[head_q] * Float32(LOG2_E)
+        sink = results.sinks[head_q] * Float32(LOG2_E)
         own = -Float32.inf if top == -Float32.inf else reference
         largest = cute.arch.fmax(own, sink, nan=True)
         largest = Float32(0.0) if largest == -Float32.inf else largest  # a sink of -inf takes no share
@@ -50,11 +65,12 @@ def finish(
     words = cute.make_rmem_tensor(2, Uint32)
     for i in cutlass.range_constexpr(2):
         words[i] = pair(o[2 * i] * inverse, o[2 * i + 1] * inverse)
-    target = cute.domain_offset((b, query, head_q, column), m_out).iterator.toint()
+    target = cute.domain_offset((at.batch, query, head_q, column), results.out).iterator.toint()
     target = cute.make_ptr(Uint32, target, cute.AddressSpace.gmem, assumed_align=8)
     cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(2)))
     if column == 0:
-        m_lse[b, head_q, query] = (reference + cute.math.log2(total, fastmath=True)) * Float32(math.log(2.0))
+        lse = (reference + cute.math.log2(total, fastmath=True)) * Float32(math.log(2.0))
+        results.lse[at.batch, head_q, query] = lse
 
 
 class Combine:
@@ -67,21 +83,11 @@ class Combine:
         self.pdl = cfg.arch == "sm_90a"
 
     @cute.jit
-    def launch(
-        self,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        sinks,
-        partial_ml: cute.Tensor,
-        partial_o: cute.Tensor,
-        lengths,
-        shares,
-        factor: Float32,
-        heads_k: Int32,
-        stream,
-    ):
-        rows = out.shape[0] * out.shape[1] * out.shape[2]
-        self.kernel(out, lse, sinks, partial_ml, partial_o, lengths, shares, factor, heads_k).launch(
+    def launch(self, results: Results, lengths: Lengths, shares: Shares, heads_k: Int32, stream):
+        batch, seqlen_q, heads_q = results.out.shape[0], results.out.shape[1], results.out.shape[2]
+        rows = batch * seqlen_q * heads_q
+        *tensors, factor = results
+        self.kernel(*tensors, lengths, shares, factor, heads_k).launch(
             grid=[cute.ceil_div(rows, WARPS), 1, 1], block=[32 * WARPS, 1, 1], stream=stream, use_pdl=self.pdl
         )
 
@@ -91,14 +97,15 @@ class Combine:
         m_out: cute.Tensor,
         m_lse: cute.Tensor,
         m_sinks,
-        m_ml: cute.Tensor,  # (slots, rows, 2)
-        m_o: cute.Tensor,  # (slots, rows, head_dim_v)
-        lengths,
-        shares,
+        m_ml: cute.Tensor,
+        m_o: cute.Tensor,
+        lengths: Lengths,
+        shares: Shares,
         factor: Float32,
         heads_k: Int32,
     ):
         cfg = self.cfg
+        results = Results(m_out, m_lse, m_sinks, m_ml, m_o, factor)
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         lane = tid % 32
@@ -132,47 +139,25 @@ class Combine:
                 slot = (b * units + unit) * splits
                 count = cutlass.min(splits, tiles)
             if const_expr(self.pdl):
-                cute.arch.griddepcontrol_wait()  # for the end of the splitting grid, of which the slots are
+                # For the end of the splitting grid: all its CTAs have written their slots, which are read from here on.
+                cute.arch.griddepcontrol_wait()
             if count > 1:
-                self.add_up(
-                    m_out,
-                    m_lse,
-                    m_sinks,
-                    m_ml,
-                    m_o,
-                    b,
-                    head,
-                    row,
-                    group,
-                    place,
-                    slot,
-                    apart,
-                    count,
-                    later,
-                    factor,
-                    lane,
-                )
+                self.add_up(results, Row(b, head, row, group), place, slot, apart, count, later, lane)
 
     @cute.jit
     def add_up(
         self,
-        m_out: cute.Tensor,
-        m_lse: cute.Tensor,
-        m_sinks,
-        m_ml: cute.Tensor,
-        m_o: cute.Tensor,
-        b: Int32,
-        head: Int32,
-        row: Int32,
-        group: Int32,
+        results: Results,
+        at: Row,
         place: Int32,  # of the row in its slots
         slot: Int32,  # of the first part
         apart: Int32,  # slots from one part to the next
         count: Int32,
         later: Int32,  # what the first part's slot is further on
-        factor: Float32,
         lane: Int32,
     ):
+        """A row's parts, one for each of `count` slots."""
+        m_ml, m_o = results.partial_ml, results.partial_o
         top = -Float32.inf
         for i in cutlass.range(lane, count, 32, unroll=1):
             top = cute.arch.fmax(top, m_ml[slot + i * apart + (later if i == 0 else 0), place, 0])
@@ -187,7 +172,7 @@ class Combine:
             weight = Float32(0.0)
             if i < count:
                 part = slot + i * apart + (later if i == 0 else 0)
-                weight = cute.math.exp2((m_ml[part, place, 0] - finite) * factor, fastmath=True)
+                weight = cute.math.exp2((m_ml[part, place, 0] - finite) * results.factor, fastmath=True)
                 total += weight * m_ml[part, place, 1]
             for j in cutlass.range(cutlass.min(count - i0, 32), unroll=4):
                 part = slot + (i0 + j) * apart + (later if i0 + j == 0 else 0)
@@ -206,18 +191,4 @@ class Combine:
         for v in cutlass.range_constexpr(self.vectors):
             column = 4 * (32 * v + lane)
             if column < self.cfg.head_dim_v:
-                finish(
-                    self.cfg,
-                    m_out,
-                    m_lse,
-                    m_sinks,
-                    b,
-                    head,
-                    row,
-                    group,
-                    column,
-                    top,
-                    total,
-                    o[None, v],
-                    factor,
-                )
+                finish(self.cfg, results, at, column, top, total, o[None, v])

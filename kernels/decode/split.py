@@ -24,6 +24,8 @@ cute_attn/decode_plan.py has the same in Python.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
@@ -50,35 +52,66 @@ def share_of(total: Int32, parts: Int32, item: Int32) -> Int32:
     )
 
 
+class Lengths(NamedTuple):
+    """From which keys are shared out."""
+
+    seqlens: cute.Tensor  # (batch,) int32: slots in use, without the new tokens
+    leftpad: cute.Tensor | None  # (batch,) int32: first slots
+    batch: Int32
+    seqlen_new: Int32  # tokens that this call has appended to each sequence
+    capacity: Int32  # slots of a sequence
+    seqlen_q: Int32
+    left: Int32  # keys before its own position that a query sees
+
+
+class Shares(NamedTuple):
+    """How they are shared out, see `cute_attn.decode_plan.Shares`."""
+
+    ctas: Int32
+    splits: Int32  # of a unit; 0: balanced
+    least: Int32  # tiles of a CTA at least, where balanced
+    together: Int32  # neighbouring key heads that are taken in step
+
+
+class Piece(NamedTuple):
+    """Neighbouring tiles of one unit, for one CTA."""
+
+    batch: Int32
+    head: Int32  # of K and V
+    row0: Int32  # packed row of the key head at which the unit begins
+    group: Int32  # query heads of a key head
+    tile: Int32  # the first, counted from the unit's first
+    tiles: Int32  # how many
+    whole: cutlass.Boolean  # these are all of the unit
+    slot: Int32  # of the workspace, if they are not
+
+
 class Splits:
-    """The numbering for one configuration. `lengths` is (m_seqlens, m_leftpad, batch, seqlen_new, capacity, seqlen_q,
-    left): cache lengths (batch,), first slots (batch,) or None, tokens that this call has appended to each sequence,
-    slots of a sequence, queries, keys before its own position that a query sees."""
+    """The numbering for one configuration."""
 
     def __init__(self, cfg: DecodeConfig):
         self.cfg = cfg
 
     @cute.jit
-    def key_range(self, lengths, b: Int32):
+    def key_range(self, lengths: Lengths, b: Int32):
         """Slots of a sequence that any of its queries sees: (first, end). end is the length of the sequence."""
-        m_seqlens, m_leftpad, _, seqlen_new, capacity, seqlen_q, left = lengths
-        end = cutlass.max(cutlass.min(m_seqlens[b] + seqlen_new, capacity), 0)
-        first = cutlass.max(end - seqlen_q - left, 0)
-        if const_expr(m_leftpad is not None):
-            first = cutlass.max(first, m_leftpad[b])
+        end = cutlass.max(cutlass.min(lengths.seqlens[b] + lengths.seqlen_new, lengths.capacity), 0)
+        first = cutlass.max(end - lengths.seqlen_q - lengths.left, 0)
+        if const_expr(lengths.leftpad is not None):
+            first = cutlass.max(first, lengths.leftpad[b])
         return first, end
 
     @cute.jit
-    def tiles_of(self, lengths, b: Int32) -> Int32:
+    def tiles_of(self, lengths: Lengths, b: Int32) -> Int32:
         """Tiles of each unit of a sequence."""
         first, end = self.key_range(lengths, b)
         keys = self.cfg.tile_keys
         return cutlass.max((end + (keys - 1)) // keys - first // keys, 1)
 
     @cute.jit
-    def tiles_before(self, lengths, b: Int32, units: Int32):
+    def tiles_before(self, lengths: Lengths, b: Int32, units: Int32):
         """(tiles of all units, of the units of sequences before b, of the longest unit), for all lanes of the warp."""
-        batch = lengths[2]
+        batch = lengths.batch
         total, before, longest = Int32(0), Int32(0), Int32(0)
         for i in cutlass.range(cute.arch.lane_idx(), batch, 32):
             tiles = self.tiles_of(lengths, i)
@@ -92,9 +125,9 @@ class Splits:
         return total * units, before * units, longest
 
     @cute.jit
-    def locate(self, lengths, item: Int32, units: Int32):
+    def locate(self, lengths: Lengths, item: Int32, units: Int32):
         """(sequence, its first tile) of a tile, for all lanes of the warp, which is whole."""
-        batch = lengths[2]
+        batch = lengths.batch
         lane = cute.arch.lane_idx()
         b, start, before = Int32(0), Int32(0), Int32(0)
         for chunk in cutlass.range((batch + 31) // 32, unroll=1):

@@ -1,0 +1,161 @@
+"""Copies of K, V and their scales from a cache to a warp's ring in shared memory.
+
+A warp copies what it alone reads, by cp.async: keys key0 to key0 + 15 of one step into one stage of its ring, K, then
+V, then, with a scale for each token, 16 scales of K and 16 of V. The caller commits the copies of a step as a group
+and waits for it (attend.py).
+
+Of slots outside of [first, end) the copy writes zeros and reads nothing, nor is their page number read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from ..any.vectors import copy_16_bytes_or_zeros
+from ..config import DECODE_KEYS, DecodeConfig
+from .warp import copy_4_bytes_or_zeros
+
+
+class Cache(NamedTuple):
+    """A KV cache; what a configuration has no use for is None."""
+
+    k: cute.Tensor  # (sequences or pages, slots, heads_k, head_dim)
+    v: cute.Tensor  # (sequences or pages, slots, heads_k, head_dim_v)
+    batch_idx: cute.Tensor | None  # (batch,) int32: sequence of the cache
+    block_table: cute.Tensor | None  # (batch, blocks) int32: pages
+    k_scale: cute.Tensor | None  # float32, (batch, heads_k) or (sequences or pages, slots, heads_k)
+    v_scale: cute.Tensor | None
+
+
+class Keys(NamedTuple):
+    """Where the keys of a piece lie, and which of them are read: slots first to end - 1."""
+
+    batch: Int32  # of the queries: row of the block table
+    sequence: Int32  # of the cache, where that is not paged
+    head: Int32  # of K and V
+    first: Int32
+    end: Int32
+
+
+class Loads:
+    """The copies of one configuration; methods are traced into the kernel."""
+
+    def __init__(self, cfg: DecodeConfig):
+        self.cfg = cfg
+
+    @cute.jit
+    def page_of(self, cache: Cache, keys: Keys, key0: Int32, lane: Int32) -> Int32:
+        """Page of a step's keys, or of key `lane` of the step where pages are small. 0 where it is not wanted."""
+        m_table, page_size = cache.block_table, cache.k.shape[1]
+        page = Int32(0)
+        if const_expr(self.cfg.paging == "block"):
+            if (key0 < keys.end) & (key0 + DECODE_KEYS > keys.first):
+                page = m_table[keys.batch, key0 // page_size]
+        elif const_expr(self.cfg.paging == "token"):
+            key = key0 + lane % DECODE_KEYS
+            if (key < keys.end) & (key >= keys.first):
+                page = m_table[keys.batch, key // page_size]
+        return page
+
+    @cute.jit
+    def fetch(self, cache: Cache, keys: Keys, key0: Int32, page: Int32, stage: Int32, lane: Int32):
+        """Starts the copies of a step into the stage at shared address `stage`: K, V, scales. page: of `page_of`."""
+        cfg = self.cfg
+        stage_v = stage + DECODE_KEYS * cfg.k_pitch
+        self.fetch_rows(cache.k, cfg.k_chunks, cfg.k_pitch, keys, key0, page, stage, lane)
+        self.fetch_rows(cache.v, cfg.v_chunks, cfg.v_pitch, keys, key0, page, stage_v, lane)
+        if const_expr(cfg.token_scales):
+            self.fetch_scales(cache, keys, key0, page, stage_v + DECODE_KEYS * cfg.v_pitch, lane)
+
+    @cute.jit
+    def fetch_rows(
+        self,
+        m_x: cute.Tensor,  # (sequences or pages, slots, heads_k, columns)
+        chunks: cutlass.Constexpr,  # pieces of 16 bytes of a row
+        pitch: cutlass.Constexpr,
+        keys: Keys,
+        key0: Int32,
+        page: Int32,
+        target: Int32,
+        lane: Int32,
+    ):
+        """Starts the copies of a step's rows of K or V to shared address `target`, `pitch` bytes apart."""
+        cfg = self.cfg
+        size_x = cfg.element_bytes
+        strides = m_x.stride
+        base = m_x.iterator.toint() + Int64(keys.head) * strides[2] * size_x
+        row_bytes = strides[1] * size_x
+        if const_expr(cfg.paging == "none"):
+            base = base + Int64(keys.sequence) * strides[0] * size_x + Int64(key0) * row_bytes
+        elif const_expr(cfg.paging == "block"):
+            base = base + Int64(page) * strides[0] * size_x + Int64(key0 % m_x.shape[1]) * row_bytes
+        else:
+            # Of each row its own: lane r has the offset of row r.
+            own = Int64(page) * strides[0] * size_x
+            own = own + Int64((key0 + lane % DECODE_KEYS) % m_x.shape[1]) * row_bytes
+        pieces = DECODE_KEYS * chunks
+        # Where the lanes take whole rows, each piece of a lane is as many rows behind the one before: addresses are not
+        # kept apart, for which there are no registers.
+        apart = 32 // chunks if 32 % chunks == 0 and cfg.paging != "token" else 0
+        source = base
+        if const_expr(apart > 0):
+            source = base + Int64(lane // chunks) * row_bytes + 16 * (lane % chunks)
+        for i in cutlass.range_constexpr(-(-pieces // 32)):
+            piece = 32 * i + lane
+            row = piece // chunks
+            column = piece - row * chunks
+            if const_expr(apart > 0):
+                if const_expr(i > 0):
+                    source = source + Int64(apart) * row_bytes
+            elif const_expr(cfg.paging == "token"):
+                source = base + cute.arch.shuffle_sync(own, row % DECODE_KEYS) + 16 * column
+            else:
+                source = base + Int64(row) * row_bytes + 16 * column
+            key = key0 + row
+            size = 16 if (key < keys.end) & (key >= keys.first) else 0
+            place = target + row * pitch + 16 * column
+            if const_expr(32 * (i + 1) <= pieces):
+                copy_16_bytes_or_zeros(place, source, size)
+            elif piece < pieces:
+                copy_16_bytes_or_zeros(place, source, size)
+
+    @cute.jit
+    def fetch_scales(
+        self,
+        cache: Cache,
+        keys: Keys,
+        key0: Int32,
+        page: Int32,
+        target: Int32,
+        lane: Int32,
+    ):
+        """Starts the copies of a step's scales: lanes 0 to 15 those of K, the others those of V."""
+        m_k_scale, m_v_scale = cache.k_scale, cache.v_scale  # (sequences or pages, slots, heads_k)
+        key = key0 + lane % DECODE_KEYS
+        place, slot = keys.sequence, key
+        if const_expr(self.cfg.paging != "none"):
+            place, slot = page, key % m_k_scale.shape[1]
+        # A lane has either K's or V's: chosen before the products with what changes, which so are done once.
+        of_k = m_k_scale.iterator.toint() + 4 * Int64(keys.head) * m_k_scale.stride[2]
+        of_v = m_v_scale.iterator.toint() + 4 * Int64(keys.head) * m_v_scale.stride[2]
+        source = of_k if lane < DECODE_KEYS else of_v
+        far = m_k_scale.stride[0] if lane < DECODE_KEYS else m_v_scale.stride[0]
+        near = m_k_scale.stride[1] if lane < DECODE_KEYS else m_v_scale.stride[1]
+        source = source + 4 * (Int64(place) * far + Int64(slot) * near)
+        copy_4_bytes_or_zeros(target + 4 * lane, source, 4 if (key < keys.end) & (key >= keys.first) else 0)
+
+    @cute.jit
+    def read_scales(self, stage_v: Int32, k_scale: cute.Tensor, v_scale: cute.Tensor, lane: Int32):
+        """A step's scales from shared memory to registers, (2, 2) each: of this thread's two keys in either half.
+
+        stage_v  shared address of the stage's V, behind which they lie
+        """
+        for j in cutlass.range_constexpr(2):
+            at = stage_v + DECODE_KEYS * self.cfg.v_pitch + 4 * (8 * j + 2 * (lane % 4))
+            for x, offset in ((k_scale, 0), (v_scale, 4 * DECODE_KEYS)):
+                source = cute.make_ptr(Float32, at + offset, cute.AddressSpace.smem, assumed_align=8)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), x[None, j])
