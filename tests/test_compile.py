@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
-import multiprocessing
 import os
 import pickle
 import random
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled import figures_of, no_spills
 
 from cute_attn import cache, decode_plan, plan, plan16, tiles
 from cute_attn import compile as compiler
@@ -42,25 +42,8 @@ Figures = Callable[[FwdConfig | QuantizeConfig], KernelFigures]
 
 @pytest.fixture(scope="session")
 def figures() -> Iterator[Figures]:
-    """`inspect` of a sampled configuration. The first request compiles all of them, in processes, as the DSL
-    aborts where two threads compile at once."""
-    jobs: dict[Any, concurrent.futures.Future[KernelFigures]] = {}
-    pool = concurrent.futures.ProcessPoolExecutor(
-        min(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")
-    )
-
-    def result(config: FwdConfig | QuantizeConfig) -> KernelFigures:
-        if not jobs:
-            jobs.update({each: pool.submit(compiler.inspect, each) for each in (*FORWARD, *QUANTISE)})
-        return jobs[config].result()
-
-    yield result
-    pool.shutdown(cancel_futures=True)
-
-
-def no_spills(found: KernelFigures) -> None:
-    assert (found.stack_bytes, found.spill_store_bytes, found.spill_load_bytes) == (0, 0, 0)
-    assert (found.counts["LDL"], found.counts["STL"]) == (0, 0)
+    with figures_of([*FORWARD, *QUANTISE]) as result:
+        yield result
 
 
 @pytest.mark.parametrize("config", FORWARD, ids=lambda config: config.name)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import math
-import multiprocessing
-import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import figures_of, no_spills
 from torch import Tensor
 
 import cute_attn
 from cute_attn import decode_plan, flash_attn_with_kvcache
 from cute_attn.append import TENSORS, append_kv
-from cute_attn.compile import KernelFigures, inspect
+from cute_attn.compile import KernelFigures
 from cute_attn.decode_plan import Shares
 from cute_attn.kernels.config import SMEM_LIMIT, AppendConfig, DecodeConfig
 from cute_attn.quantize import Rotary, rotation_signs, walsh_hadamard
@@ -567,26 +565,15 @@ SAMPLE = decode_plan.all_decode_configs()
 
 @pytest.fixture(scope="session")
 def figures() -> Iterator[Callable[[Any], KernelFigures]]:
-    """What the compiler made of a kernel; the first request compiles all, two at a time, in processes of their own."""
-    jobs: dict[Any, concurrent.futures.Future[KernelFigures]] = {}
-    pool = concurrent.futures.ProcessPoolExecutor(
-        min(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")
-    )
-
-    def result(config: DecodeConfig | AppendConfig) -> KernelFigures:
-        if not jobs:
-            jobs.update({each: pool.submit(inspect, each) for each in SAMPLE})
-        return jobs[config].result()
-
-    yield result
-    pool.shutdown(cancel_futures=True)
+    with figures_of(SAMPLE) as result:
+        yield result
 
 
 @pytest.mark.parametrize("config", SAMPLE, ids=lambda config: config.name)
 def test_machine_code(config: DecodeConfig | AppendConfig, figures: Callable[[Any], KernelFigures]) -> None:
     found = figures(config)
     assert found.name == config.name
-    assert (found.stack_bytes, found.spill_store_bytes, found.spill_load_bytes) == (0, 0, 0)
+    no_spills(found)
     assert found.counts["STG"] > 0 and found.registers <= 255
     if isinstance(config, DecodeConfig):
         assert found.smem_bytes == config.smem_bytes

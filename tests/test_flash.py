@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import inspect
 import itertools
 import math
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from compiled import figures_of, no_spills
 from torch import Tensor
 
 import cute_attn
-from cute_attn import compile as compiler
 from cute_attn import (
     flash,
     flash_attn_func,
@@ -464,27 +461,15 @@ SAMPLE = [
 
 @pytest.fixture(scope="module")
 def figures() -> Iterator[Callable[[Fwd16Config], KernelFigures]]:
-    """`inspect` in processes, as the DSL aborts where two threads compile at once."""
-    pool = concurrent.futures.ProcessPoolExecutor(
-        min(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")
-    )
-    jobs: dict[Fwd16Config, Any] = {}
-
-    def result(config: Fwd16Config) -> KernelFigures:
-        if not jobs:
-            jobs.update({each: pool.submit(compiler.inspect, each) for each in SAMPLE})
-        return jobs[config].result()
-
-    yield result
-    pool.shutdown(cancel_futures=True)
+    with figures_of(SAMPLE) as result:
+        yield result
 
 
 @pytest.mark.parametrize("config", SAMPLE, ids=lambda config: config.name)
 def test_compiled_kernel(config: Fwd16Config, figures: Callable[[Fwd16Config], KernelFigures]) -> None:
     found = figures(config)
     assert found.name == config.name
-    assert (found.stack_bytes, found.spill_store_bytes, found.spill_load_bytes) == (0, 0, 0)
-    assert (found.counts["LDL"], found.counts["STL"]) == (0, 0)
+    no_spills(found)
     assert not found.serialized_wgmma
     # Steps of k = 16: Q K^T takes head_dim_padded / 16 of them, P V tile_n / 16. Loops: masked, plain and masked again.
     steps_qk, steps_pv = config.head_dim_padded // 16, config.tile_n // 16

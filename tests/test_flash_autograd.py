@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from compiled import figures_of, no_spills
 from torch import Tensor
 from torch.library import opcheck
 
-from cute_attn import compile as compiler
 from cute_attn import (
     flash,
     flash_attn_func,
@@ -368,27 +365,15 @@ SAMPLE = plan16.all_backward16_configs()
 
 @pytest.fixture(scope="module")
 def figures() -> Iterator[Callable[[Bwd16Config], KernelFigures]]:
-    """`inspect` in processes, as the DSL aborts where two threads compile at once."""
-    pool = concurrent.futures.ProcessPoolExecutor(
-        min(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")
-    )
-    jobs: dict[Bwd16Config, Any] = {}
-
-    def result(config: Bwd16Config) -> KernelFigures:
-        if not jobs:
-            jobs.update({each: pool.submit(compiler.inspect, each) for each in SAMPLE})
-        return jobs[config].result()
-
-    yield result
-    pool.shutdown(cancel_futures=True)
+    with figures_of(SAMPLE) as result:
+        yield result
 
 
 @pytest.mark.parametrize("config", SAMPLE, ids=lambda config: config.name)
 def test_compiled_kernel(config: Bwd16Config, figures: Callable[[Bwd16Config], KernelFigures]) -> None:
     found = figures(config)
     assert found.name == config.name
-    assert (found.stack_bytes, found.spill_store_bytes, found.spill_load_bytes) == (0, 0, 0)
-    assert (found.counts["LDL"], found.counts["STL"]) == (0, 0)
+    no_spills(found)
     assert not found.serialized_wgmma
     # Steps of k = 16 of the five products; loops: masked, plain and with a window masked again.
     loops = 2 + config.window
