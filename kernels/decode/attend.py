@@ -28,7 +28,7 @@ P does not leave fp16; O counts in units of R.
 
 What a CTA does, and where it stands: it finds its pieces of work (`Decode.kernel`, split.py). Of each it loads Q
 (queries.py), fetches K and V step by step (loads.py) and computes (step.py). At the end it adds up what its warps have
-(gather.py), to the output or to a slot for the combining kernel (combine.py). warp.py has the instructions.
+(gather.py), to the output or to a slot for the combining kernel (combine.py). common/warp.py has the instructions.
 """
 
 from __future__ import annotations

@@ -67,6 +67,20 @@ def interleave_bytes(word: Uint32) -> Uint32:
 
 
 @cute.jit
+def copy_16_bytes(target: Int32, source: Int64):
+    """Starts the copy of 16 bytes from global `source` to shared `target`, in the thread's current group."""
+    cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[target, source])
+
+
+@cute.jit
+def copy_16_bytes_or_zeros(target: Int32, source: Int64, size: Int32):
+    """`copy_16_bytes` with `size` 16; with 0 nothing is read and zeros are written."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, size]
+    )
+
+
+@cute.jit
 def copy_4_bytes_or_zeros(target: Int32, source: Int64, size: Int32):
     """Starts the copy of 4 bytes from global `source` to shared `target`, in the thread's current group; with `size` 0
     instead of 4 nothing is read and zeros are written."""
