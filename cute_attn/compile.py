@@ -40,6 +40,7 @@ from cute_attn.kernels.config import (
     HEAD_DIMS_16BIT,
     AppendConfig,
     Bwd16Config,
+    Bwd16Sm80Config,
     DecodeConfig,
     Fwd16Config,
     FwdConfig,
@@ -60,7 +61,9 @@ __all__ = [
     "main",
 ]
 
-KernelConfig = FwdConfig | Fwd16Config | Bwd16Config | QuantizeConfig | DecodeConfig | AppendConfig
+KernelConfig = (
+    FwdConfig | Fwd16Config | Bwd16Config | Bwd16Sm80Config | QuantizeConfig | DecodeConfig | AppendConfig
+)
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
 # Above -O1 the assembler moves the loads of the quantiser's loops up until it has to spill their counters, and puts
@@ -148,11 +151,15 @@ def build(config: KernelConfig, options: str = "") -> Any:
             ]
             args[7:7] = [integers(ends), integers(ends), integers(cute.sym_int32()), integers(1)]
             args.append(cutlass.Int32(1))
-    elif isinstance(config, Bwd16Config):
+    elif isinstance(config, Bwd16Config | Bwd16Sm80Config):
+        from cute_attn.kernels.sm80.bwd import Bwd16bitSm80
         from cute_attn.kernels.sm90.bwd import Bwd16bitSm90
 
         element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
-        entry = Bwd16bitSm90(config)
+        if isinstance(config, Bwd16Config):
+            entry = Bwd16bitSm90(config)
+        else:
+            entry, arch = Bwd16bitSm80(config), config.arch
         rows, blocks = (cute.sym_int32() for _ in range(2))
         args = [
             wide(element, batch, seqlen_q, heads_q, d),
@@ -171,7 +178,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
             wide(cutlass.Float32, batch, heads_q, blocks, config.tile_m * config.qk_columns),
             make_fake_tensor(
                 cutlass.Int32,
-                (batch, heads_q, blocks, config.consumer_warpgroups),
+                (batch, heads_q, blocks, config.dq_parts),
                 tuple(cute.sym_int64() for _ in range(4)),
                 assumed_align=4,
             ),

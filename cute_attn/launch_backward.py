@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.compile import compile_kernel
-from cute_attn.kernels.config import Bwd16Config
+from cute_attn.kernels.config import Bwd16Config, Bwd16Sm80Config
 from cute_attn.launch import LOG2_E, _zero
 
 # Of Q, dO and the sum of dQ of the heads whose tiles are mixed under a causal mask: they stay in the L2 cache of 50 MB.
@@ -20,7 +20,7 @@ def launch_backward16(
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
-    config: Bwd16Config,
+    config: Bwd16Config | Bwd16Sm80Config,
     *,
     dlse: Tensor | None = None,
     softmax_scale: float,
@@ -50,14 +50,14 @@ def launch_backward16(
     dq_sum = torch.empty(
         (batch, heads_q, blocks, config.tile_m * config.qk_columns), dtype=torch.float32, device=device
     )
-    # of each warpgroup's part: key tiles that have added to it
+    # of each part: key tiles that have added to it
     turns = torch.empty(
-        (batch, heads_q, blocks, config.consumer_warpgroups) if config.deterministic else (1, 1, 1, 1),
+        (batch, heads_q, blocks, config.dq_parts) if config.deterministic else (1, 1, 1, 1),
         dtype=torch.int32,
         device=device,
     )
     if not config.deterministic:
-        turns = turns.expand(batch, heads_q, blocks, config.consumer_warpgroups)
+        turns = turns.expand(batch, heads_q, blocks, config.dq_parts)
     row_bytes = 2 * (q.shape[3] + dout.shape[3]) + 4 * config.qk_columns  # of Q, dO and the sum of dQ
     head_bytes = heads_q // heads_k * seqlen_q * row_bytes
     left, right = window

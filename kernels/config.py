@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use on sm_90 (227 KiB)
+SMEM_LIMITS = {"sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90a": SMEM_LIMIT}  # likewise, by target
 REGISTERS_PER_SM = 65_536
 WARPGROUP = 128  # threads
 
@@ -463,6 +464,11 @@ class Bwd16Config:
         return self.tile_m * self.qk_columns // (WARPGROUP * self.consumer_warpgroups)
 
     @property
+    def dq_parts(self) -> int:
+        """Parts of the sum of dQ of a query tile to which key tiles add in a turn of their own."""
+        return self.consumer_warpgroups
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA: 1 KiB of barriers and alignment, K, V, the rings of Q and dO with their rows
         of lse and D, dS, dQ."""
@@ -525,6 +531,123 @@ class Bwd16Config:
         regs = WARPGROUP * (self.consumer_regs * self.consumer_warpgroups + self.producer_regs)
         if regs > REGISTERS_PER_SM:
             raise ValueError(f"{regs} registers exceed {REGISTERS_PER_SM}")
+
+
+@dataclass(frozen=True)
+class Bwd16Sm80Config:
+    """One compiled 16-bit backward of mma.sync, for sm_80 and on: a pass before, the main kernel, a pass behind.
+
+    The warps share each product in blocks of 16 rows and 16 columns of its result: `s_rows` of them, along the queries
+    of S and dP, `kv_rows` along the keys of dK and dV, `dq_rows` along the queries of dQ; the others along columns.
+    """
+
+    head_dim: int  # of Q and K, see HEAD_DIMS_16BIT
+    head_dim_v: int  # of V and O, likewise
+    tile_m: int  # query rows of one step of the main loop
+    tile_n: int  # keys of a CTA
+    warps: int
+    s_rows: int
+    kv_rows: int
+    dq_rows: int
+    dtype: str  # "bf16" or "fp16": of all operands and gradients
+    causal: bool
+    window: bool = False  # as in Fwd16Config, and so are the next two
+    softcap: bool = False
+    alibi: bool = False
+    q_stages: int = 2  # buffers of Q and of dO
+    do_stages: int = 2
+    deterministic: bool = False  # key tiles add to dQ in their order
+    arch: str = "sm_90a"
+
+    dq_parts = 1  # as in Bwd16Config
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def qk_columns(self) -> int:
+        """Columns of Q, K and their gradients on the chip; those past head_dim hold zeros."""
+        return -(-self.head_dim // 32) * 32
+
+    @property
+    def v_columns(self) -> int:
+        """Columns of V, O and their gradients, likewise."""
+        return -(-self.head_dim_v // 32) * 32
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a thread for dK and dV."""
+        return self.tile_n * (self.qk_columns + self.v_columns) // self.threads
+
+    @property
+    def dq_registers(self) -> int:
+        """Accumulators of dQ of a thread, in units of which the float32 sum of dQ lies in memory."""
+        return self.tile_m * self.qk_columns // self.threads
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a CTA: K, V, the buffers of Q and dO with their rows of lse and D, P and dS."""
+        kv = self.tile_n * (self.qk_columns + self.v_columns) * 2
+        q, do = (self.tile_m * (columns * 2 + 4) for columns in (self.qk_columns, self.v_columns))
+        return kv + self.q_stages * q + self.do_stages * do + 2 * self.tile_m * self.tile_n * 2
+
+    @property
+    def name(self) -> str:
+        mask = "causal" if self.causal else "window" if self.window else "full"
+        mask += "".join(f"_{name}" for name in ("softcap", "alibi") if getattr(self, name))
+        shares = f"s{self.s_rows}k{self.kv_rows}d{self.dq_rows}"
+        return (
+            f"bwd_sm80_{self.dtype}_{dims_name(self.head_dim, self.head_dim_v)}_{mask}"
+            f"_m{self.tile_m}n{self.tile_n}w{self.warps}{shares}_q{self.q_stages}o{self.do_stages}"
+            + "_deterministic" * self.deterministic
+            + ("" if self.arch == "sm_90a" else f"_{self.arch}")
+        )
+
+    def check(self) -> None:
+        """Raise ValueError where the configuration cannot be built; the message names the limit."""
+        for field, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if dim not in HEAD_DIMS_16BIT:
+                raise ValueError(f"{field} must be a multiple of 8 from 32 to 256, got {dim}")
+        for field, value, allowed in (
+            ("dtype", self.dtype, ("bf16", "fp16")),
+            ("arch", self.arch, tuple(SMEM_LIMITS)),
+            ("tile_m", self.tile_m, (32, 64, 128)),
+            ("tile_n", self.tile_n, (32, 64, 128)),
+            ("warps", self.warps, (4, 8)),
+            ("q_stages", self.q_stages, (1, 2)),
+            ("do_stages", self.do_stages, (1, 2)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
+        if self.window and self.causal:
+            raise ValueError("causal must be False with a window: it is one with right 0")
+        if self.q_stages < self.do_stages:
+            raise ValueError(
+                f"do_stages must not exceed q_stages, got {self.do_stages} and {self.q_stages}: Q is wanted longer"
+            )
+        for field, rows, columns in (
+            ("s_rows", self.tile_m, (self.tile_n,)),
+            ("kv_rows", self.tile_n, (self.qk_columns, self.v_columns)),
+            ("dq_rows", self.tile_m, (self.qk_columns,)),
+        ):
+            count = getattr(self, field)
+            if (
+                count not in (1, 2, 4, 8)
+                or count > self.warps
+                or rows // 16 % count
+                or any(width // 16 % (self.warps // count) for width in columns)
+            ):
+                raise ValueError(
+                    f"{field} must share {rows} rows and {' and '.join(map(str, columns))} columns among "
+                    f"{self.warps} warps in blocks of 16 x 16, got {count}"
+                )
+        if self.accumulators > 128:
+            raise ValueError(f"dK and dV take {self.accumulators} registers a thread; allowed: 128")
+        if self.smem_bytes > SMEM_LIMITS[self.arch]:
+            raise ValueError(
+                f"shared memory {self.smem_bytes} bytes exceeds {SMEM_LIMITS[self.arch]} of {self.arch}"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,374 @@
+"""Main kernel of the 16-bit backward of mma.sync: set-up, launch, copies, loop, epilogue.
+
+For each (batch, head), with P = exp(S - lse) recomputed from Q, K and lse, and D = rowsum(dO * O) - dlse from the pass
+before (FlashAttention-2, arXiv 2307.08691, algorithm 2):
+
+    dV = P^T dO      dP = dO V^T      dS = P * (dP - D)      dQ = softmax_scale * dS K      dK = softmax_scale * dS^T Q
+
+Tensors and workspace are those of the Hopper kernel (sm90/bwd.py), with one count of `turns` for each query tile and
+the sum of dQ in the order of this kernel's accumulators (`BwdStep.add_dq`).
+
+A CTA takes tile_n keys of one head of K and all query heads of its group: dK and dV are sums over them in registers. K
+and V stay in shared memory, Q and dO pass through with their rows of lse2 and D; columns past head_dim and rows past
+the end hold zeros. The step is in bwd_step.py. At the end dK and dV lie where K and V were and leave in rows.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass.memory import SmemAllocator
+
+from ..any.bwd_passes import BwdEpilogue, BwdPrologue
+from ..common.pointers import aligned
+from ..common.scheduler import first_key_block, key_block_coord, query_blocks
+from ..common.warp import copy_16_bytes, copy_16_bytes_or_zeros
+from ..config import Bwd16Sm80Config
+from ..sm90.bwd import Bwd16bitSm90
+from .bwd_step import LOG2_E, BwdStep, Lane, Scoring, Shared, store_word
+from .bwd_tiles import Tile
+
+
+class Bwd16Sm80Main:
+    """One configuration of the main kernel."""
+
+    def __init__(self, cfg: Bwd16Sm80Config):
+        cfg.check()
+        self.cfg = cfg
+        self.step = BwdStep(cfg)
+
+    @cute.jit
+    def launch(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        dout: cute.Tensor,
+        lse2: cute.Tensor,
+        d_rows: cute.Tensor,
+        dq_sum: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        slopes: cute.Tensor,
+        turns: cute.Tensor,
+        softmax_scale: Float32,
+        score_scale_log2: Float32,  # see Scoring
+        softcap_factor: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        turn: Int32,  # heads of K whose tiles are mixed, see `key_block_coord`
+        stream,
+    ):
+        shift = k.shape[1] - q.shape[1]
+        scoring = Scoring(score_scale_log2, softcap_factor, k.shape[1], shift, window_left, window_right)
+        n_blocks = cute.ceil_div(k.shape[1], self.cfg.tile_n)
+        self.kernel(
+            q, k, v, dout, lse2, d_rows, dq_sum, dk, dv, slopes, turns, scoring, softmax_scale, n_blocks, turn
+        ).launch(
+            grid=[n_blocks * k.shape[2] * k.shape[0], 1, 1],
+            block=[self.cfg.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        m_q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
+        m_k: cute.Tensor,  # (batch, seqlen_k, heads_k, head_dim)
+        m_v: cute.Tensor,
+        m_do: cute.Tensor,
+        m_lse2: cute.Tensor,  # (batch, heads_q, rows)
+        m_d_rows: cute.Tensor,
+        m_dq_sum: cute.Tensor,  # (batch, heads_q, blocks, tile_m * qk_columns)
+        m_dk: cute.Tensor,
+        m_dv: cute.Tensor,
+        m_slopes: cute.Tensor,  # (batch, heads_q)
+        m_turns: cute.Tensor,  # (batch, heads_q, blocks, 1)
+        scoring: Scoring,
+        softmax_scale: Float32,
+        n_blocks: Int32,
+        turn: Int32,
+    ):
+        cfg, step = self.cfg, self.step
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        heads_k, seqlen_q, seqlen_k = m_k.shape[2], m_q.shape[1], m_k.shape[1]
+        group = m_q.shape[2] // heads_k
+        n_block, index = key_block_coord(cta, n_blocks, heads_k * m_k.shape[0], turn, cfg)
+        head_k, batch = index % heads_k, index // heads_k
+        blocks = query_blocks(n_block, seqlen_q, seqlen_k, (scoring.left, scoring.right), cfg)
+        key0 = n_block * cfg.tile_n
+
+        smem = SmemAllocator().allocate_tensor(cutlass.Uint8, cute.make_layout(cfg.smem_bytes), 128)
+        shared = self.share(smem.iterator.toint())
+        lane = step.lane(tid % 32, warp)
+        queries = (m_q, m_do, m_lse2, m_d_rows)
+        for tensor, tile, base, dim in (
+            (m_k, step.qk, shared.k, cfg.head_dim),
+            (m_v, step.v, shared.v, cfg.head_dim_v),
+        ):
+            self.copy_rows(tile, cfg.tile_n, dim, base, tensor[batch, None, head_k, None], key0, seqlen_k, tid)
+        if blocks[0] < blocks[3]:
+            for of_do in cutlass.range_constexpr(2):
+                self.copy_queries(
+                    of_do, queries, batch, head_k * group, blocks[0], shared, Int32(0), seqlen_q, tid
+                )
+        cute.arch.cp_async_commit_group()
+
+        dk, dv = step.new_accumulators(step.dk_blocks), step.new_accumulators(step.dv_blocks)
+        stage = Int32(0)
+        for h in cutlass.range(group, unroll=1):
+            head = head_k * group + h
+            slope = Float32(0.0)
+            if const_expr(cfg.alibi):
+                slope = m_slopes[batch, head] * Float32(LOG2_E)
+            sums, turns = m_dq_sum[batch, head, None, None], m_turns[batch, head, None, 0]
+            more = (shared, lane, queries, sums, turns, scoring, slope, dk, dv)
+            place = (n_block, batch, head, head_k * group + group, seqlen_q, blocks[0], blocks[3])
+            for m in cutlass.range(blocks[0], blocks[1], unroll=1):
+                stage = self.take(True, m, stage, place, *more)
+            for m in cutlass.range(blocks[1], blocks[2], unroll=1):
+                stage = self.take(False, m, stage, place, *more)
+            if const_expr(cfg.window):
+                for m in cutlass.range(blocks[2], blocks[3], unroll=1):
+                    stage = self.take(True, m, stage, place, *more)
+
+        for i in cutlass.range_constexpr(cute.size(dk)):
+            dk[i] = dk[i] * softmax_scale
+        # The thread: its copies have arrived, of K and V where there was no step.
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()  # all threads: nobody reads or fills K and V any more
+        self.leave(dk, step.qk, shared.k, tid % 32, warp)
+        self.leave(dv, step.v, shared.v, tid % 32, warp)
+        cute.arch.sync_threads()  # all threads: dK and dV are written
+        for tensor, tile, base, dim in (
+            (m_dk, step.qk, shared.k, cfg.head_dim),
+            (m_dv, step.v, shared.v, cfg.head_dim_v),
+        ):
+            self.store_rows(tile, dim, base, tensor[batch, None, head_k, None], key0, seqlen_k, tid)
+
+    @cute.jit
+    def share(self, base: Int32) -> Shared:
+        """How shared memory is shared out."""
+        cfg, step = self.cfg, self.step
+        sizes = (
+            cfg.tile_n * step.qk.pitch,
+            cfg.tile_n * step.v.pitch,
+            cfg.q_stages * cfg.tile_m * step.qk.pitch,
+            cfg.do_stages * cfg.tile_m * step.v.pitch,
+            cfg.tile_m * step.scores.pitch,
+            cfg.tile_m * step.scores.pitch,
+            cfg.q_stages * cfg.tile_m * 4,
+            cfg.do_stages * cfg.tile_m * 4,
+        )
+        assert sum(sizes) == cfg.smem_bytes
+        return Shared(*[base + sum(sizes[:i]) for i in range(len(sizes))])
+
+    # -- copies -----------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def copy_rows(
+        self,
+        tile: cutlass.Constexpr,
+        rows: cutlass.Constexpr,
+        dim: cutlass.Constexpr,
+        base: Int32,
+        source: cute.Tensor,  # (seqlen, dim)
+        row0: Int32,
+        seqlen: Int32,
+        tid: Int32,
+    ):
+        """Starts the copy of rows row0 .. row0 + rows - 1 to a tile; zeros past seqlen and past dim."""
+        group = tile.group
+        chunk, row, together = tid % group, tid // group, self.cfg.threads // group
+        target = base + tile.chunk(row, chunk)
+        row_bytes = Int64(source.stride[0]) * 2
+        address = source.iterator.toint() + Int64(row0 + row) * row_bytes + 16 * chunk
+        for i in cutlass.range_constexpr(-(-rows // together)):
+            for j in cutlass.range_constexpr(tile.columns // (8 * group)):
+                inside = row0 + row + i * together < seqlen
+                if const_expr(8 * group * (j + 1) > dim):
+                    inside = inside & (8 * (chunk + group * j) < dim)
+                place = target + i * together * tile.pitch + 16 * group * j
+                here = address + i * together * row_bytes + 16 * group * j
+                size = 16 if inside else 0
+                if const_expr(rows % together == 0):
+                    copy_16_bytes_or_zeros(place, here, size)
+                elif row + i * together < rows:
+                    copy_16_bytes_or_zeros(place, here, size)
+
+    @cute.jit
+    def copy_queries(
+        self,
+        of_do: cutlass.Constexpr,
+        queries,
+        batch: Int32,
+        head: Int32,
+        m: Int32,
+        shared: Shared,
+        stage: Int32,
+        seqlen_q: Int32,
+        tid: Int32,
+    ):
+        """Starts the copies of a query tile of Q with lse2, or of dO with D, to a buffer."""
+        cfg, step = self.cfg, self.step
+        tile = step.v if const_expr(of_do) else step.qk
+        dim = cfg.head_dim_v if const_expr(of_do) else cfg.head_dim
+        base, rows_base = (shared.do, shared.d_rows) if const_expr(of_do) else (shared.q, shared.lse2)
+        source, rows = queries[of_do][batch, None, head, None], queries[2 + of_do][batch, head, None]
+        base = base + stage * (cfg.tile_m * tile.pitch)
+        self.copy_rows(tile, cfg.tile_m, dim, base, source, m * cfg.tile_m, seqlen_q, tid)
+        if tid < cfg.tile_m // 4:
+            address = rows.iterator.toint() + Int64(m) * (cfg.tile_m * 4)
+            copy_16_bytes(rows_base + stage * (cfg.tile_m * 4) + tid * 16, address + tid * 16)
+
+    # -- loop -------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def take(
+        self,
+        masking: cutlass.Constexpr,
+        m: Int32,
+        stage: Int32,
+        place,
+        shared: Shared,
+        lane: Lane,
+        queries,
+        sums: cute.Tensor,  # (blocks, tile_m * qk_columns)
+        turns: cute.Tensor,  # (blocks,)
+        scoring: Scoring,
+        slope: Float32,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+    ) -> Int32:
+        """Query tile m; dk and dv grow in place. Returns the next buffer.
+
+        place is (key tile, batch, head, end of the heads, seqlen_q, first query tile, end of them)
+        """
+        cfg, step = self.cfg, self.step
+        tid, _, _ = cute.arch.thread_idx()
+        n_block, batch, head, end_head, seqlen_q, first_m, end_m = place
+        next_m, next_head = m + 1, head
+        if next_m == end_m:
+            next_m, next_head = first_m, head + 1
+        more = next_head < end_head
+        following = Int32(1) - stage
+        q_stage, q_next = (stage, following) if const_expr(cfg.q_stages == 2) else (Int32(0), Int32(0))
+        do_stage, do_next = (stage, following) if const_expr(cfg.do_stages == 2) else (Int32(0), Int32(0))
+        stages = (q_stage, do_stage)
+        ahead = (queries, batch, next_head, next_m, shared)
+
+        # The thread: its copies of this step have arrived.
+        cute.arch.cp_async_wait_group(0)
+        # All threads: so have those of the others, and nobody reads P, dS and the other buffers of Q and dO any more.
+        cute.arch.sync_threads()
+        if more:
+            if const_expr(cfg.q_stages == 2):
+                self.copy_queries(0, *ahead, q_next, seqlen_q, tid)
+            if const_expr(cfg.do_stages == 2):
+                self.copy_queries(1, *ahead, do_next, seqlen_q, tid)
+        cute.arch.cp_async_commit_group()
+        step.compute_scores(
+            masking, shared, lane, stages, m * cfg.tile_m, n_block * cfg.tile_n, scoring, slope
+        )
+        cute.arch.sync_threads()  # all threads: P and dS are written
+        step.add_dv(dv, shared, lane, stages)
+        address = sums[m, None].iterator.toint() + lane.dq
+        if const_expr(cfg.q_stages == 1):
+            step.add_dk(dk, shared, lane, stages)
+        if const_expr(cfg.do_stages == 1):
+            cute.arch.sync_threads()  # all threads: nobody reads dO, and with one buffer Q, any more
+            if more:
+                if const_expr(cfg.q_stages == 1):
+                    self.copy_queries(0, *ahead, q_next, seqlen_q, tid)
+                self.copy_queries(1, *ahead, do_next, seqlen_q, tid)
+            cute.arch.cp_async_commit_group()
+        dq = step.make_dq(shared, lane)
+        if const_expr(cfg.deterministic):
+            before = n_block - first_key_block(m, (0, 0, scoring.shift, scoring.left), cfg)
+            step.add_dq_in_turn(dq, address, (turns.iterator.toint() + Int64(m) * 4, before))
+        if const_expr(cfg.q_stages == 2):
+            self.add_dk_under_dq(dk, dq, address, shared, lane, stages)
+        elif const_expr(not cfg.deterministic):
+            step.add_dq(dq, address, 0, cute.size(dq))
+        return following
+
+    def add_dk_under_dq(self, dk, dq, address, shared: Shared, lane: Lane, stages) -> None:
+        """dK of the step; meanwhile dQ leaves, unless it has in its turn."""
+        steps = self.cfg.tile_m // 16
+        size = self.cfg.dq_registers
+
+        def send(step: int) -> None:
+            if not self.cfg.deterministic:
+                self.step.add_dq(dq, address, size * step // steps, size * (step + 1) // steps)
+
+        self.step.add_dk(dk, shared, lane, stages, send)
+
+    # -- epilogue ---------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def leave(self, acc: cute.Tensor, tile: cutlass.Constexpr, base: Int32, lane: Int32, warp: Int32):
+        """A warp's part of dK or dV, in 16 bits, to a tile (tile_n, columns)."""
+        cfg, columns = self.cfg, self.step.kv_columns
+        own = tile.of_warp(tile.accumulator(lane), warp // cfg.kv_rows, columns)
+        row = base + warp % cfg.kv_rows * (16 * tile.pitch)
+        for n in cutlass.range_constexpr(acc.shape[1]):
+            place = tile.block(own, n // 2, columns, n % 2) + row
+            for m in cutlass.range_constexpr(acc.shape[2]):
+                for r in cutlass.range_constexpr(2):
+                    word = self.step.pair(acc[2 * r, n, m], acc[2 * r + 1, n, m])
+                    store_word(place + (16 * cfg.kv_rows * m + 8 * r) * tile.pitch, word)
+
+    @cute.jit
+    def store_rows(
+        self,
+        tile: cutlass.Constexpr,
+        dim: cutlass.Constexpr,
+        base: Int32,
+        target: cute.Tensor,  # (seqlen_k, dim)
+        row0: Int32,
+        seqlen: Int32,
+        tid: Int32,
+    ):
+        """A tile (tile_n, columns) to rows row0 and on, but for those past seqlen and columns past dim."""
+        group = tile.group
+        chunk, row, together = tid % group, tid // group, self.cfg.threads // group
+        source = base + tile.chunk(row, chunk)
+        for i in cutlass.range_constexpr(-(-self.cfg.tile_n // together)):
+            for j in cutlass.range_constexpr(tile.columns // (8 * group)):
+                of_tile, column = row + i * together, 8 * (chunk + group * j)
+                if (row0 + of_tile < seqlen) & (of_tile < self.cfg.tile_n) & (column < dim):
+                    words = cute.make_rmem_tensor(4, Uint32)
+                    here = source + i * together * tile.pitch + 16 * group * j
+                    pointer = cute.make_ptr(Uint32, here, cute.AddressSpace.smem, assumed_align=16)
+                    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), words)
+                    place = cute.domain_offset((row0 + of_tile, column), target).iterator
+                    place = aligned(cute.recast_ptr(place, dtype=Uint32), 16)
+                    cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(4)))
+
+
+class BwdSm80Epilogue(BwdEpilogue):
+    """The sum of dQ, in the order of `BwdStep.add_dq`, to dQ."""
+
+    @cute.jit
+    def place(self, index: Int32, i: cutlass.Constexpr):
+        cfg, step = self.cfg, BwdStep(self.cfg)
+        lane, element = index * 4 % 32, index // 8 % cfg.dq_registers
+        warp = index // (8 * cfg.dq_registers)
+        tile, r = element // 4, element % 4
+        n, m = tile % (2 * step.dq_blocks[1]), tile // (2 * step.dq_blocks[1])
+        row = 16 * (m * cfg.dq_rows + warp % cfg.dq_rows) + lane // 4 + r // 2 * 8
+        column = 16 * (n // 2 * step.dq_columns + warp // cfg.dq_rows) + n % 2 * 8 + r % 2 + 2 * i
+        return row, column
+
+
+class Bwd16bitSm80(Bwd16bitSm90):
+    """One 16-bit configuration: three launches on one stream. Call it inside `cute.compile` with (fake) tensors."""
+
+    def __init__(self, cfg: Bwd16Sm80Config):
+        self.main = Bwd16Sm80Main(cfg)
+        self.before = BwdPrologue(cfg)
+        self.behind = BwdSm80Epilogue(cfg)
