@@ -94,7 +94,7 @@ class Bwd16Sm80Main:
         cfg, step = self.cfg, self.step
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(tid // 32)
+        warp = cute.arch.make_warp_uniform(tid >> 5)
         heads_k, seqlen_q, seqlen_k = m_k.shape[2], m_q.shape[1], m_k.shape[1]
         group = m_q.shape[2] // heads_k
         n_block, index = key_block_coord(cta, n_blocks, heads_k * m_k.shape[0], turn, cfg)
@@ -104,7 +104,6 @@ class Bwd16Sm80Main:
 
         smem = SmemAllocator().allocate_tensor(cutlass.Uint8, cute.make_layout(cfg.smem_bytes), 128)
         shared = self.share(smem.iterator.toint())
-        lane = step.lane(tid % 32, warp)
         queries = (m_q, m_do, m_lse2, m_d_rows)
         for tensor, tile, base, dim in (
             (m_k, step.qk, shared.k, cfg.head_dim),
@@ -126,7 +125,7 @@ class Bwd16Sm80Main:
             if const_expr(cfg.alibi):
                 slope = m_slopes[batch, head] * Float32(LOG2_E)
             sums, turns = m_dq_sum[batch, head, None, None], m_turns[batch, head, None, 0]
-            more = (shared, lane, queries, sums, turns, scoring, slope, dk, dv)
+            more = (shared, queries, sums, turns, scoring, slope, dk, dv)
             place = (n_block, batch, head, head_k * group + group, seqlen_q, blocks[0], blocks[3])
             for m in cutlass.range(blocks[0], blocks[1], unroll=1):
                 stage = self.take(True, m, stage, place, *more)
@@ -183,7 +182,7 @@ class Bwd16Sm80Main:
     ):
         """Starts the copy of rows row0 .. row0 + rows - 1 to a tile; zeros past seqlen and past dim."""
         group = tile.group
-        chunk, row, together = tid % group, tid // group, self.cfg.threads // group
+        chunk, row, together = tid & (group - 1), tid >> (group.bit_length() - 1), self.cfg.threads // group
         target = base + tile.chunk(row, chunk)
         row_bytes = Int64(source.stride[0]) * 2
         address = source.iterator.toint() + Int64(row0 + row) * row_bytes + 16 * chunk
@@ -235,7 +234,6 @@ class Bwd16Sm80Main:
         stage: Int32,
         place,
         shared: Shared,
-        lane: Lane,
         queries,
         sums: cute.Tensor,  # (blocks, tile_m * qk_columns)
         turns: cute.Tensor,  # (blocks,)
@@ -250,6 +248,10 @@ class Bwd16Sm80Main:
         """
         cfg, step = self.cfg, self.step
         tid, _, _ = cute.arch.thread_idx()
+        # The same, of which the compiler knows nothing: offsets are computed anew and do not fill registers for the
+        # length of the loop, or it spills.
+        tid = cute.arch.shuffle_sync(tid, cute.arch.lane_idx())
+        lane = step.lane(tid & 31, cute.arch.make_warp_uniform(tid >> 5))
         n_block, batch, head, end_head, seqlen_q, first_m, end_m = place
         next_m, next_head = m + 1, head
         if next_m == end_m:
@@ -335,7 +337,7 @@ class Bwd16Sm80Main:
     ):
         """A tile (tile_n, columns) to rows row0 and on, but for those past seqlen and columns past dim."""
         group = tile.group
-        chunk, row, together = tid % group, tid // group, self.cfg.threads // group
+        chunk, row, together = tid & (group - 1), tid >> (group.bit_length() - 1), self.cfg.threads // group
         source = base + tile.chunk(row, chunk)
         for i in cutlass.range_constexpr(-(-self.cfg.tile_n // together)):
             for j in cutlass.range_constexpr(tile.columns // (8 * group)):

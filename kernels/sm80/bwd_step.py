@@ -75,13 +75,14 @@ class Lane(NamedTuple):
     dq: Int32  # bytes to its first accumulator of dQ in the sum of a tile
 
 
-class Rows(NamedTuple):
-    """Of the thread's rows of S, each (2, m_tiles)."""
+class Place(NamedTuple):
+    """Where a thread's first accumulator of S is. Of the one c queries and j keys on, the score is hidden unless
+    first <= j - c <= last and j <= tail."""
 
-    lse2: cute.Tensor
-    first: cute.Tensor  # keys from the thread's first to the first that the row sees, and to the last
-    last: cute.Tensor
-    ahead: cute.Tensor  # float32: keys from the thread's first to the query's own
+    first: Int32
+    last: Int32
+    tail: Int32
+    ahead: Float32  # keys from its key to its query's own
 
 
 def add_to_memory(address: Int64, offset: int, value: Float32) -> None:
@@ -125,9 +126,9 @@ class BwdStep:
     def lane(self, lane: Int32, warp: Int32) -> Lane:
         """Of a thread."""
         cfg, qk, v, scores = self.cfg, self.qk, self.v, self.scores
-        s_row, s_column = warp % cfg.s_rows, warp // cfg.s_rows
-        kv_row, kv_column = warp % cfg.kv_rows, warp // cfg.kv_rows
-        dq_row, dq_column = warp % cfg.dq_rows, warp // cfg.dq_rows
+        s_row, s_column = warp & (cfg.s_rows - 1), warp >> (cfg.s_rows.bit_length() - 1)
+        kv_row, kv_column = warp & (cfg.kv_rows - 1), warp >> (cfg.kv_rows.bit_length() - 1)
+        dq_row, dq_column = warp & (cfg.dq_rows - 1), warp >> (cfg.dq_rows.bit_length() - 1)
         return Lane(
             s_q=qk.tall(lane) + s_row * (16 * qk.pitch),
             s_do=v.tall(lane) + s_row * (16 * v.pitch),
@@ -135,8 +136,8 @@ class BwdStep:
             s_v=v.wide(lane) + s_column * (16 * v.pitch),
             p=scores.of_warp(scores.accumulator(lane), s_column, self.s_columns)
             + s_row * (16 * scores.pitch),
-            row=s_row * 16 + lane // 4,
-            key=s_column * 16 + lane % 4 * 2,
+            row=s_row * 16 + (lane >> 2),
+            key=s_column * 16 + (lane & 3) * 2,
             gradient=scores.of_warp(scores.wide(lane), kv_row, cfg.kv_rows),
             dv_do=v.of_warp(v.tall(lane), kv_column, self.kv_columns),
             dk_q=qk.of_warp(qk.tall(lane), kv_column, self.kv_columns),
@@ -170,27 +171,19 @@ class BwdStep:
         return acc
 
     def product(self, acc: cute.Tensor, load_a, load_b, depth: int, behind=None) -> None:
-        """acc += a b over `depth` steps of 16. Operands of a step are loaded before the products of the step before.
+        """acc += a b over `depth` steps of 16.
 
         behind  called with the number of each step when its products are issued
         """
-        a, b = load_a(0), load_b(0)
         for step in range(depth):
-            more = step + 1 < depth
-            next_a, next_b = (load_a(step + 1), load_b(step + 1)) if more else (None, None)
+            a, b = load_a(step), load_b(step)
             for n, words in enumerate(b):
                 for half in range(2):
                     for m, fragment in enumerate(a):
-                        multiply_add(
-                            acc[None, 2 * n + half, m],
-                            fragment,
-                            words[2 * half],
-                            words[2 * half + 1],
-                            self.cfg.dtype,
-                        )
+                        c, b_words = acc[None, 2 * n + half, m], words[2 * half : 2 * half + 2]
+                        multiply_add(c, fragment, *b_words, self.cfg.dtype)
             if behind is not None:
                 behind(step)
-            a, b = next_a, next_b
 
     # -- arithmetic -------------------------------------------------------------------------------------------
 
@@ -207,31 +200,16 @@ class BwdStep:
         return values
 
     @cute.jit
-    def rows_of(
-        self, masking: cutlass.Constexpr, lse2: cute.Tensor, query0: Int32, key0: Int32, scoring: Scoring
-    ) -> Rows:
+    def place(self, query0: Int32, key0: Int32, scoring: Scoring) -> Place:
         """query0 and key0 are the positions of the thread's first accumulator."""
-        cfg = self.cfg
-        first, last = [cute.make_rmem_tensor((2, self.s_blocks[0]), Int32) for _ in range(2)]
-        ahead = cute.make_rmem_tensor((2, self.s_blocks[0]), Float32)
-        for m in cutlass.range_constexpr(self.s_blocks[0]):
-            for r in cutlass.range_constexpr(2):
-                own = query0 + (16 * cfg.s_rows * m + 8 * r) + scoring.shift - key0
-                if const_expr(masking):
-                    last[r, m] = scoring.seqlen_k - 1 - key0
-                    if const_expr(cfg.causal):
-                        last[r, m] = cutlass.min(last[r, m], own)
-                    if const_expr(cfg.window):
-                        last[r, m] = cutlass.min(last[r, m], own + scoring.right)
-                        first[r, m] = own - scoring.left
-                if const_expr(cfg.alibi):
-                    ahead[r, m] = own.to(Float32)
-        return Rows(lse2, first, last, ahead)
+        own = query0 + scoring.shift - key0
+        right = scoring.right if const_expr(self.cfg.window) else Int32(0)
+        return Place(own - scoring.left, own + right, scoring.seqlen_k - 1 - key0, own.to(Float32))
 
     def probabilities(
-        self, masking: bool, n: int, m: int, s: cute.Tensor, place, rows: Rows, scoring: Scoring, slope
+        self, masking: bool, n: int, m: int, s: cute.Tensor, target, lse2, place: Place, scoring: Scoring, slope
     ) -> None:
-        """Tile (n, m) of S, the accumulators of 8 keys and 16 queries, -> P, in 16 bits to shared address `place`.
+        """Tile (n, m) of S, the accumulators of 8 keys and 16 queries, -> P, in 16 bits to shared address `target`.
 
         In place of S stays P, with softcap times its slope 1 - tanh^2.
         """
@@ -239,27 +217,31 @@ class BwdStep:
         for r in range(2):
             pair = []
             for e in range(2):
-                key = 16 * self.s_columns * (n // 2) + 8 * (n % 2) + e  # keys behind the thread's first
-                score, bias = s[2 * r + e, n, m], rows.lse2[r, m]
+                key = 16 * self.s_columns * (n // 2) + 8 * (n % 2) + e  # behind the thread's first
+                beyond = key - 16 * cfg.s_rows * m - 8 * r
+                score, bias = s[2 * r + e, n, m], lse2[r, m]
                 if cfg.softcap:
                     score = tanh_of(score * scoring.softcap_factor)
                 if cfg.alibi:
-                    distance = rows.ahead[r, m] - Float32(key)
+                    distance = place.ahead - Float32(beyond)
                     bias = slope * cute.arch.fmax(distance, -distance) + bias
                 p = cute.math.exp2(score * scoring.scale - bias, fastmath=True)
                 if masking:
-                    p = self.where(rows.last[r, m] >= key, p)
+                    seen = place.tail >= key
+                    if cfg.causal or cfg.window:
+                        seen = seen & (place.last >= beyond)
                     if cfg.window:
-                        p = self.where(rows.first[r, m] <= key, p)
+                        seen = seen & (place.first <= beyond)
+                    p = self.where(seen, p)
                 s[2 * r + e, n, m] = p * (Float32(1.0) - score * score) if cfg.softcap else p
                 pair.append(p)
-            store_word(place + 8 * r * self.scores.pitch, self.pair(*pair))
+            store_word(target + 8 * r * self.scores.pitch, self.pair(*pair))
 
     @cute.jit
     def where(self, seen, p: Float32) -> Float32:
         return p if seen else Float32(0.0)
 
-    def score_place(self, base, lane: Lane, n: int, m: int):
+    def score_target(self, base, lane: Lane, n: int, m: int):
         """Shared address of what a thread stores of tile (n, m) of P or dS."""
         offset = self.scores.block(lane.p, n // 2, self.s_columns, n % 2)
         return offset + base + 16 * self.cfg.s_rows * m * self.scores.pitch
@@ -269,10 +251,10 @@ class BwdStep:
         """dS = P (dP - D), in 16 bits to shared memory; p is what `probabilities` leaves."""
         for n in cutlass.range_constexpr(2 * self.s_blocks[1]):
             for m in cutlass.range_constexpr(self.s_blocks[0]):
-                place = self.score_place(base, lane, n, m)
+                target = self.score_target(base, lane, n, m)
                 for r in cutlass.range_constexpr(2):
                     low, high = [p[2 * r + e, n, m] * (dp[2 * r + e, n, m] - d_rows[r, m]) for e in range(2)]
-                    store_word(place + 8 * r * self.scores.pitch, self.pair(low, high))
+                    store_word(target + 8 * r * self.scores.pitch, self.pair(low, high))
 
     # -- the step ---------------------------------------------------------------------------------------------
 
@@ -294,8 +276,7 @@ class BwdStep:
         q = shared.q + stages[0] * (cfg.tile_m * self.qk.pitch)
         do = shared.do + stages[1] * (cfg.tile_m * self.v.pitch)
         lse2 = self.row_values(shared.lse2 + stages[0] * (cfg.tile_m * 4), lane)
-        d_rows = self.row_values(shared.d_rows + stages[1] * (cfg.tile_m * 4), lane)
-        of_rows = self.rows_of(masking, lse2, query0 + lane.row, key0 + lane.key, scoring)
+        place = self.place(query0 + lane.row, key0 + lane.key, scoring)
         s, dp = self.new_accumulators(self.s_blocks), self.new_accumulators(self.s_blocks)
         self.product(
             s,
@@ -306,18 +287,22 @@ class BwdStep:
         depth = cfg.v_columns // 16
         tiles = [(n, m) for n in range(2 * columns) for m in range(rows)]
 
-        def exponentiate(step: int) -> None:
-            for n, m in tiles[len(tiles) * step // depth : len(tiles) * (step + 1) // depth]:
-                place = self.score_place(shared.p, lane, n, m)
-                self.probabilities(masking, n, m, s, place, of_rows, scoring, slope)
+        def exponentiate(step: int, steps: int = depth) -> None:
+            for n, m in tiles[len(tiles) * step // steps : len(tiles) * (step + 1) // steps]:
+                target = self.score_target(shared.p, lane, n, m)
+                self.probabilities(masking, n, m, s, target, lse2, place, scoring, slope)
+
+        if const_expr(cfg.softcap or cfg.alibi):  # whose values beside accumulators of dP would not fit
+            exponentiate(0, 1)
 
         self.product(
             dp,
             self.along_rows(self.v, do, lane.s_do, rows, s_rows),
             self.along_rows(self.v, shared.v, lane.s_v, columns, s_columns),
             depth,
-            exponentiate,
+            None if const_expr(cfg.softcap or cfg.alibi) else exponentiate,
         )
+        d_rows = self.row_values(shared.d_rows + stages[1] * (cfg.tile_m * 4), lane)
         self.score_gradients(s, dp, d_rows, shared.ds, lane)
 
     @cute.jit

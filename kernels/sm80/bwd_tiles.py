@@ -24,7 +24,7 @@ class Tile:
 
     def exchange(self, row):
         """f(row), see above."""
-        return row % 8 if self.group == 8 else row // 2 % 4
+        return row & 7 if self.group == 8 else row >> 1 & 3
 
     def chunk(self, row, chunk):
         """Offset of a chunk of the first group of a row."""
@@ -33,23 +33,23 @@ class Tile:
     def tall(self, lane):
         """Offset of a lane's row for ldmatrix of a 16 x 16 block: rows 0 to 7, 8 to 15 of its first eight columns, then
         of the others. As stored, that is an A operand whose rows are rows; transposed, a B operand of depth rows."""
-        return self.chunk(lane % 16, lane // 16)
+        return self.chunk(lane & 15, lane >> 4)
 
     def wide(self, lane):
         """Likewise: rows 0 to 7 of the first and of the other columns, then rows 8 to 15. As stored, that is a B operand
         of depth columns; transposed, an A operand whose rows are columns."""
-        return self.chunk(lane % 8 + lane // 16 * 8, lane // 8 % 2)
+        return self.chunk((lane & 7) + (lane >> 4 << 3), lane >> 3 & 1)
 
     def accumulator(self, lane):
         """Offset of the word of float 0 and 1 of a C fragment; that of 2 and 3 lies 8 rows on."""
-        return self.chunk(lane // 4, 0) + lane % 4 * 4
+        return self.chunk(lane >> 2, 0) + (lane & 3) * 4
 
     def of_warp(self, offset, warp, count: int):
         """`offset` in the first of the blocks of columns that `warp` of `count` takes."""
         pairs = self.group // 2
         if count <= pairs:
             return offset ^ (warp * 32)
-        return (offset ^ (warp % pairs * 32)) + warp // pairs * (16 * self.group)
+        return (offset ^ ((warp & (pairs - 1)) * 32)) + warp // pairs * (16 * self.group)
 
     def block(self, offset, index: int, count: int = 1, half: int = 0):
         """`offset` from `of_warp` in block `index` of the warp; of accumulators `half` 1 is the block's other chunk."""
