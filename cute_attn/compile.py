@@ -42,6 +42,7 @@ from cute_attn.kernels.config import (
     Bwd16Config,
     DecodeConfig,
     Fwd16Config,
+    Fwd16Sm80Config,
     FwdConfig,
     QuantizeConfig,
 )
@@ -60,7 +61,9 @@ __all__ = [
     "main",
 ]
 
-KernelConfig = FwdConfig | Fwd16Config | Bwd16Config | QuantizeConfig | DecodeConfig | AppendConfig
+KernelConfig = (
+    FwdConfig | Fwd16Config | Fwd16Sm80Config | Bwd16Config | QuantizeConfig | DecodeConfig | AppendConfig
+)
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
 # Above -O1 the assembler moves the loads of the quantiser's loops up until it has to spill their counters, and puts
@@ -117,37 +120,32 @@ def build(config: KernelConfig, options: str = "") -> Any:
     elif isinstance(config, AppendConfig):
         entry, args = _append_arguments(config, wide, scalars)
         arch = config.arch
-    elif isinstance(config, Fwd16Config):
-        from cute_attn.kernels.sm90.fwd import Fwd16bitSm90, Fwd16bitVarlenSm90
-
+    elif isinstance(config, Fwd16Config | Fwd16Sm80Config):
         element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
-        entry = Fwd16bitSm90(config)
+        of_batch = () if config.varlen else (batch,)
         args = [
-            wide(element, batch, seqlen_q, heads_q, d),
-            wide(element, batch, seqlen_k, heads_k, d),
-            wide(element, batch, seqlen_k, heads_k, d_v),
-            wide(element, batch, seqlen_q, heads_q, d_v),
-            scalars(batch, heads_q, seqlen_q),
+            wide(element, *of_batch, seqlen_q, heads_q, d),
+            wide(element, *of_batch, seqlen_k, heads_k, d),
+            wide(element, *of_batch, seqlen_k, heads_k, d_v),
+            wide(element, *of_batch, seqlen_q, heads_q, d_v),
+            scalars(*of_batch, heads_q, seqlen_q),
             scalars(batch, heads_q),
             scalars(heads_q),
-            cutlass.Float32(1.0),
-            cutlass.Float32(1.0),
-            cutlass.Int32(1),
-            cutlass.Int32(1),
-            cutlass.Int32(1),
-            cutlass.Int32(1),
         ]
         if config.varlen:
-            entry = Fwd16bitVarlenSm90(config)
-            args[:5] = [
-                wide(element, seqlen_q, heads_q, d),
-                wide(element, seqlen_k, heads_k, d),
-                wide(element, seqlen_k, heads_k, d_v),
-                wide(element, seqlen_q, heads_q, d_v),
-                scalars(heads_q, seqlen_q),
-            ]
-            args[7:7] = [integers(ends), integers(ends), integers(cute.sym_int32()), integers(1)]
-            args.append(cutlass.Int32(1))
+            args += [integers(ends), integers(ends), integers(cute.sym_int32())]
+        scores = [cutlass.Float32(1.0), cutlass.Float32(1.0), cutlass.Int32(1), cutlass.Int32(1)]
+        if isinstance(config, Fwd16Config):
+            from cute_attn.kernels.sm90.fwd import Fwd16bitSm90, Fwd16bitVarlenSm90
+
+            entry = Fwd16bitVarlenSm90(config) if config.varlen else Fwd16bitSm90(config)
+            args += [integers(1)] if config.varlen else []
+            args += [*scores, *[cutlass.Int32(1)] * (3 if config.varlen else 2)]
+        else:
+            from cute_attn.kernels.sm80.fwd import Fwd16bitSm80, Fwd16bitVarlenSm80
+
+            entry, arch = Fwd16bitVarlenSm80(config) if config.varlen else Fwd16bitSm80(config), config.arch
+            args += [*scores, *[cutlass.Int32(1)] * (2 if config.varlen else 1)]
     elif isinstance(config, Bwd16Config):
         from cute_attn.kernels.sm90.bwd import Bwd16bitSm90
 

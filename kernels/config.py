@@ -68,6 +68,24 @@ def swizzle_columns(columns: int, element_bytes: int) -> int:
     return next(width for width in (128, 64, 32, 16) if row % width == 0) // element_bytes
 
 
+def features_name(config: _Forward | Fwd16Sm80Config) -> str:
+    """How names of forward kernels give the mask and what else is done to scores."""
+    mask = "causal" if config.causal else "window" if config.window else "full"
+    return mask + "".join(
+        f"_{name}" for name in ("softcap", "alibi", "sinks", "varlen") if getattr(config, name)
+    )
+
+
+def padded_columns(columns: int) -> int:
+    """Columns of a row in shared memory: whole swizzle rows of 64 bytes."""
+    return -(-columns // 32) * 32
+
+
+def line_columns(columns: int) -> int:
+    """Columns of a swizzle row of such a tile for ldmatrix: 64, or 32 where that does not divide its rows."""
+    return 64 if padded_columns(columns) % 64 == 0 else 32
+
+
 class _Forward:
     """What the forward configurations of every precision share; the fields are those of the subclasses."""
 
@@ -88,11 +106,7 @@ class _Forward:
 
     @property
     def features(self) -> str:
-        """How names of kernels give the mask and what else is done to scores."""
-        mask = "causal" if self.causal else "window" if self.window else "full"
-        return mask + "".join(
-            f"_{name}" for name in ("softcap", "alibi", "sinks", "varlen") if getattr(self, name)
-        )
+        return features_name(self)
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -387,6 +401,121 @@ class Fwd16Config(_Forward):
                 f"does not fit where Q of head_dim {self.head_dim} was"
             )
         self._check_cta()
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """What CTAs of an architecture share."""
+
+    smem_bytes: int  # shared memory of an SM, of which each CTA costs 1 KiB beside its own
+    cta_smem_bytes: int  # that one CTA may use
+
+
+# Those with mma.sync of 16 bits whose shared memory the FlashAttention-2 kernels' tiles are made for.
+SM80_ARCHS = {
+    "sm_80": Multiprocessor(164 << 10, 163 << 10),
+    "sm_86": Multiprocessor(100 << 10, 99 << 10),
+    "sm_87": Multiprocessor(164 << 10, 163 << 10),
+    "sm_89": Multiprocessor(100 << 10, 99 << 10),
+    "sm_90a": Multiprocessor(228 << 10, SMEM_LIMIT),
+}
+
+
+@dataclass(frozen=True)
+class Fwd16Sm80Config:
+    """One compiled 16-bit forward kernel by mma.sync, for GPUs from sm_80 on."""
+
+    head_dim: int  # of Q and K, see HEAD_DIMS_16BIT
+    head_dim_v: int  # of V and O, likewise
+    tile_m: int  # query rows of a CTA, shared out among its warps
+    tile_n: int  # keys of one step of the main loop
+    warps: int  # each with 16 or 32 rows
+    kv_stages: int  # tiles of K and of V in shared memory: 2, or 1 where that leaves no room for `ctas`
+    dtype: str  # "bf16" or "fp16": of Q, K, V, P and O
+    causal: bool
+    # as in `Fwd16Config`
+    window: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    pack_gqa: int = 1
+    varlen: bool = False
+    q_in_regs: bool = False  # fragments of Q stay in registers instead of being read in every step
+    ctas: int = 2  # of an SM at least: bounds the registers
+    arch: str = "sm_90a"
+
+    cluster = 1  # for the order of work, which it shares with the Hopper kernel
+
+    @property
+    def features(self) -> str:
+        return features_name(self)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def m_tiles(self) -> int:
+        """Products of 16 rows that a warp has side by side: each fragment of K and V serves all of them."""
+        return self.tile_m // (16 * self.warps)
+
+    @property
+    def k_steps(self) -> int:
+        """Products that head_dim takes, of 16 columns."""
+        return -(-self.head_dim // 16)
+
+    @property
+    def n_tiles(self) -> int:
+        """Products that head_dim_v takes, of 8 columns."""
+        return self.head_dim_v // 8
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a CTA: Q, where O is staged too, and the stages of K and V."""
+        qk, v = padded_columns(self.head_dim), padded_columns(self.head_dim_v)
+        return 2 * (self.tile_m * max(qk, v) + self.kv_stages * self.tile_n * (qk + v))
+
+    @property
+    def name(self) -> str:
+        tiles = f"m{self.tile_m}n{self.tile_n}k{self.kv_stages}w{self.warps}"
+        tiles += ("q" if self.q_in_regs else "") + f"_c{self.ctas}"
+        tiles += "" if self.pack_gqa == 1 else f"_g{self.pack_gqa}"
+        arch = self.arch.replace("_", "").removesuffix("a")
+        target = "sm80" if arch == "sm80" else f"sm80_on_{arch}"
+        return (
+            f"fwd_{target}_{self.dtype}_{dims_name(self.head_dim, self.head_dim_v)}_{self.features}_{tiles}"
+        )
+
+    def check(self) -> None:
+        """Raise ValueError where the configuration cannot be built; the message names the limit."""
+        for field, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if dim not in HEAD_DIMS_16BIT:
+                raise ValueError(f"{field} must be a multiple of 8 from 32 to 256, got {dim}")
+        if self.dtype not in ("bf16", "fp16"):
+            raise ValueError(f"dtype must be 'bf16' or 'fp16', got {self.dtype!r}")
+        if self.arch not in SM80_ARCHS:
+            raise ValueError(f"arch must be one of {tuple(SM80_ARCHS)}, got {self.arch!r}")
+        if self.window and self.causal:
+            raise ValueError("causal must be False with a window: it is one with right 0")
+        if self.warps not in (4, 8) or self.tile_m not in (16 * self.warps, 32 * self.warps):
+            raise ValueError(
+                f"tile_m must be 16 or 32 rows for each of 4 or 8 warps, got {self.tile_m} for {self.warps}"
+            )
+        # rows that all threads copy at once, of 64 or of 32 columns
+        pass_rows = max(self.threads * 8 // line_columns(dim) for dim in (self.head_dim, self.head_dim_v))
+        if self.tile_n % pass_rows or not 0 < self.tile_n <= 128 or self.tile_m % pass_rows:
+            raise ValueError(f"tile_n must be a multiple of {pass_rows} up to 128, got {self.tile_n}")
+        if self.kv_stages not in (1, 2):
+            raise ValueError(f"kv_stages must be 1 or 2, got {self.kv_stages}")
+        if self.pack_gqa < 1 or 64 % self.pack_gqa:
+            raise ValueError(f"pack_gqa must divide 64, got {self.pack_gqa}")
+        if self.ctas < 1 or self.ctas * self.threads * 64 > REGISTERS_PER_SM:
+            raise ValueError(
+                f"ctas must leave 64 registers to each of {self.threads} threads, got {self.ctas}"
+            )
+        limit = SM80_ARCHS[self.arch].cta_smem_bytes
+        if self.smem_bytes > limit:
+            raise ValueError(f"shared memory {self.smem_bytes} bytes exceeds {limit} of {self.arch}")
 
 
 @dataclass(frozen=True)
