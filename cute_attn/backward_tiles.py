@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final, NamedTuple
 
-from cute_attn.kernels.config import SMEM_LIMITS, Bwd16Sm80Config
+from cute_attn.kernels.config import SM80_ARCHS, Bwd16Sm80Config
 
 __all__ = ["all_backward16_sm80_configs", "backward16_sm80_config"]
 
@@ -51,17 +51,17 @@ def backward16_sm80_config(
     Args:
         head_dim, head_dim_v: multiples of 8 from 32 to 256.
         dtype: "bf16" or "fp16".
-        arch: what it is compiled for, a key of `SMEM_LIMITS`.
+        arch: what it is compiled for, a key of `SM80_ARCHS`.
         causal, window, softcap, alibi, deterministic: as in `Bwd16Sm80Config`; causal and window exclude each other.
 
     Raises:
         ValueError: a head_dim, dtype or arch for which there is no kernel.
     """
-    if arch not in SMEM_LIMITS:
-        raise ValueError(f"arch must be one of {tuple(SMEM_LIMITS)}, got {arch!r}")
+    if arch not in SM80_ARCHS:
+        raise ValueError(f"arch must be one of {tuple(SM80_ARCHS)}, got {arch!r}")
     qk_columns, v_columns = (-(-dim // 32) * 32 for dim in (head_dim, head_dim_v))
     columns = min(max(qk_columns, v_columns), 256)  # `check` refuses more
-    for tile in _TILES_99_KB if SMEM_LIMITS[arch] < 163 << 10 else _TILES:
+    for tile in _TILES_99_KB if SM80_ARCHS[arch].cta_smem_bytes < 163 << 10 else _TILES:
         shares = (
             _share(tile.tile_m, tile.warps, tile.tile_n),
             _share(tile.tile_n, tile.warps, qk_columns, v_columns),
@@ -89,7 +89,7 @@ def backward16_sm80_config(
     )
     for q_stages, do_stages in _STAGES:
         config = dataclasses.replace(config, q_stages=q_stages, do_stages=do_stages)
-        if config.smem_bytes <= SMEM_LIMITS[arch]:
+        if config.smem_bytes <= SM80_ARCHS[arch].cta_smem_bytes:
             break
     config.check()
     return config

@@ -43,6 +43,7 @@ from cute_attn.kernels.config import (
     Bwd16Sm80Config,
     DecodeConfig,
     Fwd16Config,
+    Fwd16Sm80Config,
     FwdConfig,
     QuantizeConfig,
 )
@@ -62,7 +63,14 @@ __all__ = [
 ]
 
 KernelConfig = (
-    FwdConfig | Fwd16Config | Bwd16Config | Bwd16Sm80Config | QuantizeConfig | DecodeConfig | AppendConfig
+    FwdConfig
+    | Fwd16Config
+    | Fwd16Sm80Config
+    | Bwd16Config
+    | Bwd16Sm80Config
+    | QuantizeConfig
+    | DecodeConfig
+    | AppendConfig
 )
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
@@ -120,37 +128,32 @@ def build(config: KernelConfig, options: str = "") -> Any:
     elif isinstance(config, AppendConfig):
         entry, args = _append_arguments(config, wide, scalars)
         arch = config.arch
-    elif isinstance(config, Fwd16Config):
-        from cute_attn.kernels.sm90.fwd import Fwd16bitSm90, Fwd16bitVarlenSm90
-
+    elif isinstance(config, Fwd16Config | Fwd16Sm80Config):
         element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
-        entry = Fwd16bitSm90(config)
+        of_batch = () if config.varlen else (batch,)
         args = [
-            wide(element, batch, seqlen_q, heads_q, d),
-            wide(element, batch, seqlen_k, heads_k, d),
-            wide(element, batch, seqlen_k, heads_k, d_v),
-            wide(element, batch, seqlen_q, heads_q, d_v),
-            scalars(batch, heads_q, seqlen_q),
+            wide(element, *of_batch, seqlen_q, heads_q, d),
+            wide(element, *of_batch, seqlen_k, heads_k, d),
+            wide(element, *of_batch, seqlen_k, heads_k, d_v),
+            wide(element, *of_batch, seqlen_q, heads_q, d_v),
+            scalars(*of_batch, heads_q, seqlen_q),
             scalars(batch, heads_q),
             scalars(heads_q),
-            cutlass.Float32(1.0),
-            cutlass.Float32(1.0),
-            cutlass.Int32(1),
-            cutlass.Int32(1),
-            cutlass.Int32(1),
-            cutlass.Int32(1),
         ]
         if config.varlen:
-            entry = Fwd16bitVarlenSm90(config)
-            args[:5] = [
-                wide(element, seqlen_q, heads_q, d),
-                wide(element, seqlen_k, heads_k, d),
-                wide(element, seqlen_k, heads_k, d_v),
-                wide(element, seqlen_q, heads_q, d_v),
-                scalars(heads_q, seqlen_q),
-            ]
-            args[7:7] = [integers(ends), integers(ends), integers(cute.sym_int32()), integers(1)]
-            args.append(cutlass.Int32(1))
+            args += [integers(ends), integers(ends), integers(cute.sym_int32())]
+        scores = [cutlass.Float32(1.0), cutlass.Float32(1.0), cutlass.Int32(1), cutlass.Int32(1)]
+        if isinstance(config, Fwd16Config):
+            from cute_attn.kernels.sm90.fwd import Fwd16bitSm90, Fwd16bitVarlenSm90
+
+            entry = Fwd16bitVarlenSm90(config) if config.varlen else Fwd16bitSm90(config)
+            args += [integers(1)] if config.varlen else []
+            args += [*scores, *[cutlass.Int32(1)] * (3 if config.varlen else 2)]
+        else:
+            from cute_attn.kernels.sm80.fwd import Fwd16bitSm80, Fwd16bitVarlenSm80
+
+            entry, arch = Fwd16bitVarlenSm80(config) if config.varlen else Fwd16bitSm80(config), config.arch
+            args += [*scores, *[cutlass.Int32(1)] * (2 if config.varlen else 1)]
     elif isinstance(config, Bwd16Config | Bwd16Sm80Config):
         from cute_attn.kernels.sm80.bwd import Bwd16bitSm80
         from cute_attn.kernels.sm90.bwd import Bwd16bitSm90

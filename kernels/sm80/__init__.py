@@ -1,1 +1,1 @@
-"""Kernels for GPUs without WGMMA (sm_80, sm_86, sm_89; they run on Hopper, too): cp.async, ldmatrix, mma.sync."""
+"""Kernels for GPUs without WGMMA, from sm_80 on: mma.sync, ldmatrix, cp.async."""

@@ -224,6 +224,13 @@ class Bwd16Sm80Main:
             address = rows.iterator.toint() + Int64(m) * (cfg.tile_m * 4)
             copy_16_bytes(rows_base + stage * (cfg.tile_m * 4) + tid * 16, address + tid * 16)
 
+    @cute.jit
+    def thread(self) -> Int32:
+        """Index of the thread, of which the compiler knows nothing: offsets are computed anew where they are wanted and
+        do not fill registers for the length of the loop, or it spills."""
+        tid, _, _ = cute.arch.thread_idx()
+        return cute.arch.shuffle_sync(tid, cute.arch.lane_idx())
+
     # -- loop -------------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -247,10 +254,7 @@ class Bwd16Sm80Main:
         place is (key tile, batch, head, end of the heads, seqlen_q, first query tile, end of them)
         """
         cfg, step = self.cfg, self.step
-        tid, _, _ = cute.arch.thread_idx()
-        # The same, of which the compiler knows nothing: offsets are computed anew and do not fill registers for the
-        # length of the loop, or it spills.
-        tid = cute.arch.shuffle_sync(tid, cute.arch.lane_idx())
+        tid = self.thread()
         lane = step.lane(tid & 31, cute.arch.make_warp_uniform(tid >> 5))
         n_block, batch, head, end_head, seqlen_q, first_m, end_m = place
         next_m, next_head = m + 1, head
@@ -277,6 +281,8 @@ class Bwd16Sm80Main:
             masking, shared, lane, stages, m * cfg.tile_m, n_block * cfg.tile_n, scoring, slope
         )
         cute.arch.sync_threads()  # all threads: P and dS are written
+        tid = self.thread()
+        lane = step.lane(tid & 31, cute.arch.make_warp_uniform(tid >> 5))
         step.add_dv(dv, shared, lane, stages)
         address = sums[m, None].iterator.toint() + lane.dq
         if const_expr(cfg.q_stages == 1):
