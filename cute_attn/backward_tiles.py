@@ -1,4 +1,4 @@
-"""Tiles of the 16-bit backward of mma.sync: which kernel serves a problem on which GPU. Pure functions of plain data."""
+"""Tiles of the 16-bit backward of mma.sync: which kernel serves a problem on which GPU. Pure functions."""
 
 from __future__ import annotations
 

@@ -485,9 +485,8 @@ class Fwd16Sm80Config:
         tiles = f"m{self.tile_m}n{self.tile_n}k{self.kv_stages}w{self.warps}"
         tiles += ("q" if self.q_in_regs else "") + f"_c{self.ctas}"
         tiles += "" if self.pack_gqa == 1 else f"_g{self.pack_gqa}"
-        return (
-            f"fwd_{target_name(self.arch)}_{self.dtype}_{dims_name(self.head_dim, self.head_dim_v)}_{self.features}_{tiles}"
-        )
+        dims = dims_name(self.head_dim, self.head_dim_v)
+        return f"fwd_{target_name(self.arch)}_{self.dtype}_{dims}_{self.features}_{tiles}"
 
     def check(self) -> None:
         """Raise ValueError where the configuration cannot be built; the message names the limit."""
@@ -731,7 +730,8 @@ class Bwd16Sm80Config:
         return (
             f"bwd_{target_name(self.arch)}_{self.dtype}_{dims_name(self.head_dim, self.head_dim_v)}_{mask}"
             f"_m{self.tile_m}n{self.tile_n}w{self.warps}{shares}_q{self.q_stages}o{self.do_stages}"
-            + "_deterministic" * self.deterministic
+            + "_deterministic"
+            * self.deterministic
         )
 
     def check(self) -> None:

@@ -74,7 +74,7 @@ def test_what_cannot_be_built_is_refused(change: dict[str, Any], message: str) -
 
 
 def test_arch_must_have_a_table() -> None:
-    with pytest.raises(ValueError, match="arch must be one of .* got 'sm_75'"):
+    with pytest.raises(ValueError, match=r"arch must be one of .* got 'sm_75'"):
         backward16_sm80_config(128, 128, "bf16", "sm_75")
 
 

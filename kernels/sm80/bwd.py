@@ -27,7 +27,6 @@ from ..common.warp import copy_16_bytes, copy_16_bytes_or_zeros
 from ..config import Bwd16Sm80Config
 from ..sm90.bwd import Bwd16bitSm90
 from .bwd_step import LOG2_E, BwdStep, Lane, Scoring, Shared, store_word
-from .bwd_tiles import Tile
 
 
 class Bwd16Sm80Main:
@@ -109,7 +108,9 @@ class Bwd16Sm80Main:
             (m_k, step.qk, shared.k, cfg.head_dim),
             (m_v, step.v, shared.v, cfg.head_dim_v),
         ):
-            self.copy_rows(tile, cfg.tile_n, dim, base, tensor[batch, None, head_k, None], key0, seqlen_k, tid)
+            self.copy_rows(
+                tile, cfg.tile_n, dim, base, tensor[batch, None, head_k, None], key0, seqlen_k, tid
+            )
         if blocks[0] < blocks[3]:
             for of_do in cutlass.range_constexpr(2):
                 self.copy_queries(

@@ -207,7 +207,16 @@ class BwdStep:
         return Place(own - scoring.left, own + right, scoring.seqlen_k - 1 - key0, own.to(Float32))
 
     def probabilities(
-        self, masking: bool, n: int, m: int, s: cute.Tensor, target, lse2, place: Place, scoring: Scoring, slope
+        self,
+        masking: bool,
+        n: int,
+        m: int,
+        s: cute.Tensor,
+        target,
+        lse2,
+        place: Place,
+        scoring: Scoring,
+        slope,
     ) -> None:
         """Tile (n, m) of S, the accumulators of 8 keys and 16 queries, -> P, in 16 bits to shared address `target`.
 

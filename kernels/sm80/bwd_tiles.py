@@ -3,8 +3,8 @@
 Rows lie behind one another; a row is chunks of 16 bytes, and chunk c of row r lies in place c ^ f(r) of its `group` of
 chunks, so that eight rows of one chunk meet all banks: eight chunks and f(r) = r % 8 where a row is a multiple of 128
 bytes, else four and r // 2 % 4. Columns are shared among warps in blocks of 16, two chunks: warp w of n takes blocks
-w, w + n and so on, n a power of two. A block is an exchange of bits and a constant behind the lane's address in block 0,
-so one register, or a few, serve all loads of an operand. Rows go in blocks of 16, too, which do not change f.
+w, w + n and so on, n a power of two. A block is an exchange of bits and a constant away from the lane's place in block
+0, so one register, or a few, serve all loads of an operand. Rows go in blocks of 16, too, which do not change f.
 
 All is arithmetic on integers, of Python or of the device.
 """
@@ -36,8 +36,8 @@ class Tile:
         return self.chunk(lane & 15, lane >> 4)
 
     def wide(self, lane):
-        """Likewise: rows 0 to 7 of the first and of the other columns, then rows 8 to 15. As stored, that is a B operand
-        of depth columns; transposed, an A operand whose rows are columns."""
+        """Likewise: rows 0 to 7 of the first and of the other columns, then rows 8 to 15. As stored, that is a B
+        operand of depth columns; transposed, an A operand whose rows are columns."""
         return self.chunk((lane & 7) + (lane >> 4 << 3), lane >> 3 & 1)
 
     def accumulator(self, lane):
