@@ -687,6 +687,7 @@ class Bwd16Sm80Config:
     q_stages: int = 2  # buffers of Q and of dO
     do_stages: int = 2
     deterministic: bool = False  # key tiles add to dQ in their order
+    overlap: bool = False  # exponentials stand between the products of dP, not before them
     arch: str = "sm_90a"
 
     dq_parts = 1  # as in Bwd16Config
@@ -727,11 +728,11 @@ class Bwd16Sm80Config:
         mask = "causal" if self.causal else "window" if self.window else "full"
         mask += "".join(f"_{name}" for name in ("softcap", "alibi") if getattr(self, name))
         shares = f"s{self.s_rows}k{self.kv_rows}d{self.dq_rows}"
+        steps = f"q{self.q_stages}o{self.do_stages}"
+        steps += "_overlap" * self.overlap + "_deterministic" * self.deterministic
         return (
             f"bwd_{target_name(self.arch)}_{self.dtype}_{dims_name(self.head_dim, self.head_dim_v)}_{mask}"
-            f"_m{self.tile_m}n{self.tile_n}w{self.warps}{shares}_q{self.q_stages}o{self.do_stages}"
-            + "_deterministic"
-            * self.deterministic
+            f"_m{self.tile_m}n{self.tile_n}w{self.warps}{shares}_{steps}"
         )
 
     def check(self) -> None:

@@ -15,6 +15,8 @@ the end hold zeros. The step is in bwd_step.py. At the end dK and dV lie where K
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
@@ -27,6 +29,17 @@ from ..common.warp import copy_16_bytes, copy_16_bytes_or_zeros
 from ..config import Bwd16Sm80Config
 from ..sm90.bwd import Bwd16bitSm90
 from .bwd_step import LOG2_E, BwdStep, Lane, Scoring, Shared, store_word
+
+
+class Queries(NamedTuple):
+    """What a query tile is read from and added to; the workspace, contiguous, by its global addresses."""
+
+    q: cute.Tensor
+    do: cute.Tensor
+    lse2: Int64
+    d_rows: Int64
+    dq_sum: Int64
+    turns: Int64
 
 
 class Bwd16Sm80Main:
@@ -103,7 +116,10 @@ class Bwd16Sm80Main:
 
         smem = SmemAllocator().allocate_tensor(cutlass.Uint8, cute.make_layout(cfg.smem_bytes), 128)
         shared = self.share(smem.iterator.toint())
-        queries = (m_q, m_do, m_lse2, m_d_rows)
+        workspace = [x.iterator.toint() for x in (m_lse2, m_d_rows, m_dq_sum, m_turns)]
+        queries = Queries(m_q, m_do, *workspace)
+        # Query tiles of the heads before the group's first, in the workspace.
+        unit0 = (batch * m_q.shape[2] + head_k * group) * m_dq_sum.shape[2]
         for tensor, tile, base, dim in (
             (m_k, step.qk, shared.k, cfg.head_dim),
             (m_v, step.v, shared.v, cfg.head_dim_v),
@@ -113,9 +129,8 @@ class Bwd16Sm80Main:
             )
         if blocks[0] < blocks[3]:
             for of_do in cutlass.range_constexpr(2):
-                self.copy_queries(
-                    of_do, queries, batch, head_k * group, blocks[0], shared, Int32(0), seqlen_q, tid
-                )
+                tile = (batch, head_k * group, blocks[0], unit0 + blocks[0])
+                self.copy_queries(of_do, queries, tile, shared, Int32(0), seqlen_q, tid)
         cute.arch.cp_async_commit_group()
 
         dk, dv = step.new_accumulators(step.dk_blocks), step.new_accumulators(step.dv_blocks)
@@ -125,9 +140,10 @@ class Bwd16Sm80Main:
             slope = Float32(0.0)
             if const_expr(cfg.alibi):
                 slope = m_slopes[batch, head] * Float32(LOG2_E)
-            sums, turns = m_dq_sum[batch, head, None, None], m_turns[batch, head, None, 0]
-            more = (shared, queries, sums, turns, scoring, slope, dk, dv)
-            place = (n_block, batch, head, head_k * group + group, seqlen_q, blocks[0], blocks[3])
+            more = (shared, queries, scoring, slope, dk, dv)
+            unit = unit0 + h * m_dq_sum.shape[2]
+            ahead = (head + 1, unit + m_dq_sum.shape[2] + blocks[0], head_k * group + group)
+            place = (n_block, batch, head, unit, seqlen_q, blocks[0], blocks[3], ahead)
             for m in cutlass.range(blocks[0], blocks[1], unroll=1):
                 stage = self.take(True, m, stage, place, *more)
             for m in cutlass.range(blocks[1], blocks[2], unroll=1):
@@ -204,10 +220,8 @@ class Bwd16Sm80Main:
     def copy_queries(
         self,
         of_do: cutlass.Constexpr,
-        queries,
-        batch: Int32,
-        head: Int32,
-        m: Int32,
+        queries: Queries,
+        query_tile,  # batch, head, query tile, its number in the workspace
         shared: Shared,
         stage: Int32,
         seqlen_q: Int32,
@@ -218,12 +232,13 @@ class Bwd16Sm80Main:
         tile = step.v if const_expr(of_do) else step.qk
         dim = cfg.head_dim_v if const_expr(of_do) else cfg.head_dim
         base, rows_base = (shared.do, shared.d_rows) if const_expr(of_do) else (shared.q, shared.lse2)
-        source, rows = queries[of_do][batch, None, head, None], queries[2 + of_do][batch, head, None]
+        batch, head, m, unit = query_tile
+        source, rows = queries[of_do][batch, None, head, None], queries[2 + of_do]
         base = base + stage * (cfg.tile_m * tile.pitch)
         self.copy_rows(tile, cfg.tile_m, dim, base, source, m * cfg.tile_m, seqlen_q, tid)
         if tid < cfg.tile_m // 4:
-            address = rows.iterator.toint() + Int64(m) * (cfg.tile_m * 4)
-            copy_16_bytes(rows_base + stage * (cfg.tile_m * 4) + tid * 16, address + tid * 16)
+            address = rows + Int64(unit) * (cfg.tile_m * 4) + tid * 16
+            copy_16_bytes(rows_base + stage * (cfg.tile_m * 4) + tid * 16, address)
 
     @cute.jit
     def thread(self) -> Int32:
@@ -242,9 +257,7 @@ class Bwd16Sm80Main:
         stage: Int32,
         place,
         shared: Shared,
-        queries,
-        sums: cute.Tensor,  # (blocks, tile_m * qk_columns)
-        turns: cute.Tensor,  # (blocks,)
+        queries: Queries,
         scoring: Scoring,
         slope: Float32,
         dk: cute.Tensor,
@@ -252,21 +265,23 @@ class Bwd16Sm80Main:
     ) -> Int32:
         """Query tile m; dk and dv grow in place. Returns the next buffer.
 
-        place is (key tile, batch, head, end of the heads, seqlen_q, first query tile, end of them)
+        place is (key tile, batch, head, query tiles in the workspace before the head's, seqlen_q, first query tile, end
+        of them, ahead), ahead (head behind this one, number of its first query tile, end of the heads)
         """
         cfg, step = self.cfg, self.step
         tid = self.thread()
         lane = step.lane(tid & 31, cute.arch.make_warp_uniform(tid >> 5))
-        n_block, batch, head, end_head, seqlen_q, first_m, end_m = place
-        next_m, next_head = m + 1, head
+        n_block, batch, head, unit, seqlen_q, first_m, end_m, ahead = place
+        unit = unit + m
+        next_head, next_m, next_unit = head, m + 1, unit + 1
         if next_m == end_m:
-            next_m, next_head = first_m, head + 1
-        more = next_head < end_head
+            next_head, next_m, next_unit = ahead[0], first_m, ahead[1]
+        more = next_head < ahead[2]
         following = Int32(1) - stage
         q_stage, q_next = (stage, following) if const_expr(cfg.q_stages == 2) else (Int32(0), Int32(0))
         do_stage, do_next = (stage, following) if const_expr(cfg.do_stages == 2) else (Int32(0), Int32(0))
         stages = (q_stage, do_stage)
-        ahead = (queries, batch, next_head, next_m, shared)
+        ahead = (queries, (batch, next_head, next_m, next_unit), shared)
 
         # The thread: its copies of this step have arrived.
         cute.arch.cp_async_wait_group(0)
@@ -285,7 +300,7 @@ class Bwd16Sm80Main:
         tid = self.thread()
         lane = step.lane(tid & 31, cute.arch.make_warp_uniform(tid >> 5))
         step.add_dv(dv, shared, lane, stages)
-        address = sums[m, None].iterator.toint() + lane.dq
+        address = queries.dq_sum + Int64(unit) * (cfg.tile_m * cfg.qk_columns * 4) + lane.dq
         if const_expr(cfg.q_stages == 1):
             step.add_dk(dk, shared, lane, stages)
         if const_expr(cfg.do_stages == 1):
@@ -298,7 +313,7 @@ class Bwd16Sm80Main:
         dq = step.make_dq(shared, lane)
         if const_expr(cfg.deterministic):
             before = n_block - first_key_block(m, (0, 0, scoring.shift, scoring.left), cfg)
-            step.add_dq_in_turn(dq, address, (turns.iterator.toint() + Int64(m) * 4, before))
+            step.add_dq_in_turn(dq, address, (queries.turns + Int64(unit) * 4, before))
         if const_expr(cfg.q_stages == 2):
             self.add_dk_under_dq(dk, dq, address, shared, lane, stages)
         elif const_expr(not cfg.deterministic):

@@ -301,7 +301,7 @@ class BwdStep:
                 target = self.score_target(shared.p, lane, n, m)
                 self.probabilities(masking, n, m, s, target, lse2, place, scoring, slope)
 
-        if const_expr(cfg.softcap or cfg.alibi):  # whose values beside accumulators of dP would not fit
+        if const_expr(not cfg.overlap):
             exponentiate(0, 1)
 
         self.product(
@@ -309,7 +309,7 @@ class BwdStep:
             self.along_rows(self.v, do, lane.s_do, rows, s_rows),
             self.along_rows(self.v, shared.v, lane.s_v, columns, s_columns),
             depth,
-            None if const_expr(cfg.softcap or cfg.alibi) else exponentiate,
+            exponentiate if const_expr(cfg.overlap) else None,
         )
         d_rows = self.row_values(shared.d_rows + stages[1] * (cfg.tile_m * 4), lane)
         self.score_gradients(s, dp, d_rows, shared.ds, lane)
