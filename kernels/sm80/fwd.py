@@ -54,7 +54,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ..common.floats import bf16_pair, fp16_pair
@@ -393,7 +393,7 @@ class Fwd16bitSm80:
                     row = n * cfg.tile_n + i * self.v.pass_rows + tid // self.v.pieces
                     self.v.copy_pass_or_zeros(v_to, i, v_from + copies.v_own, tid, row < work.seqlen_k)
                 else:
-                    self.v.copy_pass(v_to, i, v_from + copies.v_own, tid, Boolean(True))
+                    self.v.copy_pass(v_to, i, v_from + copies.v_own, tid, None)
                 v_from = v_from - copies.v_step
         cute.arch.cp_async_commit_group()
         if not two:
