@@ -192,7 +192,8 @@ class Fwd16bitSm80:
         zero = Int32(0)
         if const_expr(self.cfg.varlen):
             _, found, rest, seq = find_sequence(cta, (zero, zero), lengths, group * heads_k, self.cfg)
-            m_block, head = unit_of_sequence(rest, seq[2], seq[4], group, heads_k, lengths[5], self.cfg)
+            rows_there = cutlass.max(seq[2], 1)  # by whose tiles it divides, also where there is none
+            m_block, head = unit_of_sequence(rest, rows_there, seq[4], group, heads_k, lengths[5], self.cfg)
             m_block = m_block if found != 0 else Int32(-1)
             place = (m_block, head, zero, *seq)
             place = tuple([cute.arch.make_warp_uniform(x) for x in place])
