@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cute_attn import cache, decode_plan, plan16, sass, tiles
+from cute_attn import cache, decode_plan, plan16, plan_sm80, sass, tiles
 from cute_attn.dispatch import EXACT
 from cute_attn.kernels.config import (
     HEAD_DIMS,
@@ -406,6 +406,7 @@ def configurations() -> list[KernelConfig]:
         *tiles.all_forward_configs(),
         *tiles.all_quantize_configs(),
         *plan16.all_forward16_configs(),
+        *plan_sm80.all_forward16_sm80_configs(),
         *decode_plan.all_decode_configs(),
     ]
 

@@ -481,6 +481,13 @@ class Fwd16Sm80Config:
         return 2 * (self.tile_m * max(qk, v) + self.kv_stages * self.tile_n * (qk + v))
 
     @property
+    def fits(self) -> bool:
+        """Whether `ctas` of them find room in the shared memory of an SM."""
+        processor = SM80_ARCHS[self.arch]
+        taken = self.ctas * (self.smem_bytes + 1024)
+        return self.smem_bytes <= processor.cta_smem_bytes and taken <= processor.smem_bytes
+
+    @property
     def name(self) -> str:
         tiles = f"m{self.tile_m}n{self.tile_n}k{self.kv_stages}w{self.warps}"
         tiles += ("q" if self.q_in_regs else "") + f"_c{self.ctas}"

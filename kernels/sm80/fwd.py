@@ -54,7 +54,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ..common.floats import bf16_pair, fp16_pair
@@ -192,7 +192,8 @@ class Fwd16bitSm80:
         zero = Int32(0)
         if const_expr(self.cfg.varlen):
             _, found, rest, seq = find_sequence(cta, (zero, zero), lengths, group * heads_k, self.cfg)
-            m_block, head = unit_of_sequence(rest, seq[2], seq[4], group, heads_k, lengths[5], self.cfg)
+            rows_there = cutlass.max(seq[2], 1)  # by whose tiles it divides, also where there is none
+            m_block, head = unit_of_sequence(rest, rows_there, seq[4], group, heads_k, lengths[5], self.cfg)
             m_block = m_block if found != 0 else Int32(-1)
             place = (m_block, head, zero, *seq)
             place = tuple([cute.arch.make_warp_uniform(x) for x in place])
@@ -393,7 +394,7 @@ class Fwd16bitSm80:
                     row = n * cfg.tile_n + i * self.v.pass_rows + tid // self.v.pieces
                     self.v.copy_pass_or_zeros(v_to, i, v_from + copies.v_own, tid, row < work.seqlen_k)
                 else:
-                    self.v.copy_pass(v_to, i, v_from + copies.v_own, tid, Boolean(True))
+                    self.v.copy_pass(v_to, i, v_from + copies.v_own, tid, None)
                 v_from = v_from - copies.v_step
         cute.arch.cp_async_commit_group()
         if not two:

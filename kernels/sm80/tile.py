@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
 from ..common.warp import (
+    copy_16_bytes,
     copy_16_bytes_if,
     copy_16_bytes_or_zeros,
     load_matrices,
@@ -79,20 +80,25 @@ class Tile:
         return tid // self.pieces * Int32(2 * stride) + tid % self.pieces * 16
 
     @cute.jit
-    def copy_pass(self, target: Int32, i: cutlass.Constexpr, source: Int64, tid: Int32, wanted: Boolean):
+    def copy_pass(self, target: Int32, i: cutlass.Constexpr, source: Int64, tid: Int32, wanted):
         """Starts a thread's copies of pass i, of a row that exists, where `wanted`; else the tile is of no use.
 
         target  see there
         source  global address of the thread's piece of block 0
+        wanted  Boolean, or None for always
         """
         for b in cutlass.range_constexpr(self.blocks):
             place = target + (i * self.pass_bytes + b * self.block_bytes)
             here = source + 16 * self.pieces * b
             if const_expr(b == self.blocks - 1 and self.last_pieces < self.pieces):
-                size = Int32(16) if wanted & (tid % self.pieces < self.last_pieces) else Int32(0)
-                copy_16_bytes_or_zeros(place, here, size)
-            else:
+                there = tid % self.pieces < self.last_pieces
+                if const_expr(wanted is not None):
+                    there = there & wanted
+                copy_16_bytes_or_zeros(place, here, Int32(16) if there else Int32(0))
+            elif const_expr(wanted is not None):
                 copy_16_bytes_if(place, here, wanted)
+            else:
+                copy_16_bytes(place, here)
 
     @cute.jit
     def copy_pass_or_zeros(
