@@ -202,13 +202,14 @@ def backward16_config(
     softcap: bool = False,
     alibi: bool = False,
     deterministic: bool = False,
+    varlen: bool = False,
 ) -> Bwd16Config:
     """The 16-bit backward for these properties of a problem. Pure. sinks need no kernel of their own.
 
     Args:
         head_dim, head_dim_v: multiples of 8 from 32 to 256.
         dtype: "bf16" or "fp16".
-        causal, window, softcap, alibi, deterministic: as in `Bwd16Config`; causal and window exclude each other.
+        causal, window, softcap, alibi, deterministic, varlen: as in `Bwd16Config`; causal and window exclude each other.
 
     Raises:
         ValueError: a head_dim or dtype for which there is no kernel.
@@ -225,6 +226,7 @@ def backward16_config(
         softcap=softcap,
         alibi=alibi,
         deterministic=deterministic,
+        varlen=varlen,
     )
     columns = max(head_dim, head_dim_v)
     if columns > 128:  # accumulators of 128 keys do not fit, nor dQ beside two stages of Q and dO
