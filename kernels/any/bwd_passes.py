@@ -133,7 +133,7 @@ class BwdPrologue:
 
     @cute.jit
     def clear_outside(self, m_x: cute.Tensor, ends: cute.Tensor):
-        """Zeros to the rows of a gradient (1, rows, heads, dim) that are of no sequence, by all CTAs; often there is none."""
+        """Zeros to the rows of a gradient (1, rows, heads, dim) that are of no sequence, by all CTAs; often none is."""
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()

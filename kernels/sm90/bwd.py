@@ -234,8 +234,8 @@ class Bwd16Main:
         # with `varlen` (cu_seqlens_q, cu_seqlens_k, seqused_k, whether that counts); else ()
         lengths,
     ):
-        """With `varlen`, q, k, v and dout are what `ragged_load` and dk and dv what `ragged` makes of them, with modes of
-        rows for the batch; what has slots has a batch of one; n_blocks are slots of key tiles.
+        """With `varlen`, q, k, v and dout are what `ragged_load` and dk and dv what `ragged` makes of them, with modes
+        of rows for the batch; what has slots has a batch of one; n_blocks are slots of key tiles.
         """
         cfg = self.cfg
         cta, _, _ = cute.arch.block_idx()
@@ -297,7 +297,8 @@ class Bwd16Main:
         queries = seqlen_q
         entry, slot = batch, Int32(0)  # of what has slots: entry of the batch, first slot of the sequence
         if const_expr(cfg.varlen):
-            queries = seqlen_q if n_block * tile_n < seqlen_k else Int32(0)  # nobody sees a tile that does not count
+            # a tile of keys that do not count is seen by none
+            queries = seqlen_q if n_block * tile_n < seqlen_k else Int32(0)
             entry, slot = Int32(0), first_slot(row0, batch, slot_shift(tile_m))
         blocks = query_blocks(n_block, queries, seqlen_k, window, cfg)
 
