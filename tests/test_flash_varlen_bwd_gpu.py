@@ -77,7 +77,7 @@ def tensors(
     dtype: torch.dtype = BF16,
     outside: int = 0,
 ) -> list[Tensor]:
-    """N(0, 1) q, k, v, which require grad, and where their sequences end, with `outside` rows of none on either side."""
+    """N(0, 1) q, k, v, which require grad, and where their sequences end; `outside` rows of none on either side."""
     queries, keys = zip(*lengths, strict=True)
     rows, columns = sum(queries) + 2 * outside, sum(keys) + 2 * outside
     sizes = ((rows, heads[0], dims[0]), (columns, heads[1], dims[0]), (columns, heads[1], dims[1]))
@@ -124,8 +124,8 @@ def check_all(
             wrong = (x.double() - y[0]).abs()
             error = wrong.max().item()
             assert error <= allowed, (
-                f"sequence {b}, rows {rows.start}:{rows.stop}, keys {keys.start}:{keys.stop}, {name}: error {error:.3e}, "
-                f"allowed {allowed:.3e}, first wrong (row, head, column) {(~(wrong <= allowed)).nonzero()[0].tolist()}"
+                f"sequence {b}, rows {rows}, keys {keys}, {name}: error {error:.3e}, "
+                f"allowed {allowed:.3e}, first wrong at {(~(wrong <= allowed)).nonzero()[0].tolist()}"
             )
         if sinks is not None:
             dsinks, bound = dsinks + wanted[3][0], bound + wanted[3][1]
@@ -219,7 +219,10 @@ def test_equal_lengths_are_a_batch() -> None:
 
 def test_many_sequences_and_long_ones() -> None:
     draw = random.Random(0)
-    length = lambda: 0 if draw.random() < 0.2 else int(math.exp(draw.uniform(0.0, math.log(301))))
+
+    def length() -> int:
+        return 0 if draw.random() < 0.2 else int(math.exp(draw.uniform(0.0, math.log(301))))
+
     many = tuple((length(), length()) for _ in range(400))
     for lengths, d in (
         (many, 64),
@@ -283,7 +286,10 @@ def test_runs_are_equal_to_the_bit(head_dim: int) -> None:
             assert all(map(torch.equal, first, again))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    run = lambda: torch.autograd.grad(attend(inputs, causal=True)[0], leaves, dout)
+
+    def run() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(inputs, causal=True)[0], leaves, dout)
+
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream().wait_stream(stream)
