@@ -563,7 +563,10 @@ def _chosen16(
                 configs[dataclasses.replace(config, pack_gqa=group, cluster=cluster)] = None
         if backward:
             options.pop("sinks", None)  # which need no kernel of their own
-            configs[plan16.backward16_config(head_dim, head_dim_v, dtype, **options)] = None
+            for unlike in (False, True) if varlen else (False,):
+                configs[plan16.backward16_config(head_dim, head_dim_v, dtype, **options, varlen=unlike)] = (
+                    None
+                )
     return list(configs)
 
 
