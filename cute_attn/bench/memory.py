@@ -136,11 +136,11 @@ def _peak(case: Case, provider: str, recipe: str | None, call: str, device: torc
             out = torch.softmax(heads[0] @ keys.mT, dim=-1) @ values  # a scale would be folded into q
             return out.transpose(1, 2)
         if recipe is None:
-            out = cute_attn.flash_attn_func(q, k, v, backend="sm90")
+            found = cute_attn.flash_attn_func(q, k, v, backend="sm90")
         else:
-            out = cute_attn.fp8_attention(q, k, v, recipe=recipe, backend="sm90")
-        assert isinstance(out, Tensor)  # without lse
-        return out
+            found = cute_attn.fp8_attention(q, k, v, recipe=recipe, backend="sm90")
+        assert isinstance(found, Tensor)  # without lse
+        return found
 
     def run() -> object:
         return torch.autograd.grad(attend(), (q, k, v), dout) if call == "train" else attend()
