@@ -38,13 +38,14 @@ def backward16_sm80_config(
     head_dim: int,
     head_dim_v: int,
     dtype: str,
-    arch: str,
     *,
+    arch: str,
     causal: bool = False,
     window: bool = False,
     softcap: bool = False,
     alibi: bool = False,
     deterministic: bool = False,
+    varlen: bool = False,
 ) -> Bwd16Sm80Config:
     """The 16-bit backward of mma.sync for these properties of a problem.
 
@@ -52,7 +53,7 @@ def backward16_sm80_config(
         head_dim, head_dim_v: multiples of 8 from 32 to 256.
         dtype: "bf16" or "fp16".
         arch: what it is compiled for, a key of `SM80_ARCHS`.
-        causal, window, softcap, alibi, deterministic: as in `Bwd16Sm80Config`; causal and window exclude each other.
+        causal, window, softcap, alibi, deterministic, varlen: as in `Bwd16Sm80Config`; causal and window exclude each other.
 
     Raises:
         ValueError: a head_dim, dtype or arch for which there is no kernel.
@@ -85,6 +86,7 @@ def backward16_sm80_config(
         softcap=softcap,
         alibi=alibi,
         deterministic=deterministic,
+        varlen=varlen,
         arch=arch,
     )
     for q_stages, do_stages in _STAGES:
@@ -110,12 +112,12 @@ def all_backward16_sm80_configs() -> list[Bwd16Sm80Config]:
     """A sample for tests: every tile of the tables, every feature, every target."""
     every = {"window": True, "softcap": True, "alibi": True, "deterministic": True}
     return [
-        backward16_sm80_config(64, 64, "bf16", "sm_80", **every),
-        backward16_sm80_config(128, 128, "bf16", "sm_80", causal=True),
-        backward16_sm80_config(128, 128, "fp16", "sm_90a", window=True, softcap=True, alibi=True),
-        backward16_sm80_config(256, 256, "bf16", "sm_80", **every),
-        backward16_sm80_config(40, 64, "fp16", "sm_86", causal=True),
-        backward16_sm80_config(128, 96, "bf16", "sm_89", **every),
-        backward16_sm80_config(192, 128, "bf16", "sm_86", causal=True),
-        backward16_sm80_config(256, 256, "fp16", "sm_89", **every),
+        backward16_sm80_config(64, 64, "bf16", arch="sm_80", **every),
+        backward16_sm80_config(128, 128, "bf16", arch="sm_80", causal=True),
+        backward16_sm80_config(128, 128, "fp16", arch="sm_90a", window=True, softcap=True, alibi=True),
+        backward16_sm80_config(256, 256, "bf16", arch="sm_80", **every),
+        backward16_sm80_config(40, 64, "fp16", arch="sm_86", causal=True),
+        backward16_sm80_config(128, 96, "bf16", arch="sm_89", **every),
+        backward16_sm80_config(192, 128, "bf16", arch="sm_86", causal=True),
+        backward16_sm80_config(256, 256, "fp16", arch="sm_89", **every),
     ]

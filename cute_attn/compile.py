@@ -155,43 +155,37 @@ def build(config: KernelConfig, options: str = "") -> Any:
             entry, arch = Fwd16bitVarlenSm80(config) if config.varlen else Fwd16bitSm80(config), config.arch
             args += [*scores, *[cutlass.Int32(1)] * (2 if config.varlen else 1)]
     elif isinstance(config, Bwd16Config | Bwd16Sm80Config):
-        from cute_attn.kernels.sm80.bwd import Bwd16bitSm80
-        from cute_attn.kernels.sm90.bwd import Bwd16bitSm90
-
         element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
         if isinstance(config, Bwd16Config):
-            entry = Bwd16bitSm90(config)
+            from cute_attn.kernels.sm90.bwd import Bwd16bitSm90, Bwd16bitVarlenSm90
+
+            entry = Bwd16bitVarlenSm90(config) if config.varlen else Bwd16bitSm90(config)
         else:
-            entry, arch = Bwd16bitSm80(config), config.arch
+            from cute_attn.kernels.sm80.bwd import Bwd16bitSm80, Bwd16bitVarlenSm80
+
+            entry, arch = Bwd16bitVarlenSm80(config) if config.varlen else Bwd16bitSm80(config), config.arch
         rows, blocks = (cute.sym_int32() for _ in range(2))
+        of_batch = () if config.varlen else (batch,)
         args = [
-            wide(element, batch, seqlen_q, heads_q, d),
-            wide(element, batch, seqlen_k, heads_k, d),
-            wide(element, batch, seqlen_k, heads_k, d_v),
-            wide(element, batch, seqlen_q, heads_q, d_v),
-            wide(element, batch, seqlen_q, heads_q, d_v),
-            scalars(batch, heads_q, seqlen_q),
-            scalars(batch, heads_q, seqlen_q),
+            wide(element, *of_batch, seqlen_q, heads_q, d),
+            wide(element, *of_batch, seqlen_k, heads_k, d),
+            wide(element, *of_batch, seqlen_k, heads_k, d_v),
+            wide(element, *of_batch, seqlen_q, heads_q, d_v),
+            wide(element, *of_batch, seqlen_q, heads_q, d_v),
+            scalars(*of_batch, heads_q, seqlen_q),
+            scalars(*of_batch, heads_q, seqlen_q),
             scalars(batch, heads_q),
-            wide(element, batch, seqlen_q, heads_q, d),
-            wide(element, batch, seqlen_k, heads_k, d),
-            wide(element, batch, seqlen_k, heads_k, d_v),
-            wide(cutlass.Float32, batch, heads_q, rows),
-            wide(cutlass.Float32, batch, heads_q, rows),
-            wide(cutlass.Float32, batch, heads_q, blocks, config.tile_m * config.qk_columns),
-            make_fake_tensor(
-                cutlass.Int32,
-                (batch, heads_q, blocks, config.dq_parts),
-                tuple(cute.sym_int64() for _ in range(4)),
-                assumed_align=4,
-            ),
-            cutlass.Float32(1.0),
-            cutlass.Float32(1.0),
-            cutlass.Float32(1.0),
-            cutlass.Int32(1),
-            cutlass.Int32(1),
-            cutlass.Int32(1),
+            wide(element, *of_batch, seqlen_q, heads_q, d),
+            wide(element, *of_batch, seqlen_k, heads_k, d),
+            wide(element, *of_batch, seqlen_k, heads_k, d_v),
+            wide(cutlass.Float32, *of_batch, heads_q, rows),
+            wide(cutlass.Float32, *of_batch, heads_q, rows),
+            wide(cutlass.Float32, *of_batch, heads_q, blocks, config.tile_m * config.qk_columns),
+            _int32(*of_batch, heads_q, blocks, config.dq_parts),
         ]
+        if config.varlen:
+            args += [integers(ends), integers(ends), integers(cute.sym_int32())]
+        args += [*[cutlass.Float32(1.0)] * 3, *[cutlass.Int32(1)] * (4 if config.varlen else 3)]
     elif isinstance(config, FwdConfig):
         from cute_attn.kernels.entry import FwdEntry, FwdVarlenEntry
         from cute_attn.kernels.sm90.fwd import Fwd8bitSm90, Fwd8bitVarlenSm90
@@ -555,7 +549,10 @@ def _chosen16(
                 configs[dataclasses.replace(config, pack_gqa=group, cluster=cluster)] = None
         if backward:
             options.pop("sinks", None)  # which need no kernel of their own
-            configs[plan16.backward16_config(head_dim, head_dim_v, dtype, **options)] = None
+            for unlike in (False, True) if varlen else (False,):
+                configs[plan16.backward16_config(head_dim, head_dim_v, dtype, **options, varlen=unlike)] = (
+                    None
+                )
     return list(configs)
 
 

@@ -31,14 +31,14 @@ GROUP, QUAD = LANES // 4, LANES % 4
 def test_every_head_dim_has_a_backward(arch: str) -> None:
     for head_dim, head_dim_v in itertools.product(HEAD_DIMS_16BIT, repeat=2):
         for more in ({}, {"softcap": True}):
-            config = backward16_sm80_config(head_dim, head_dim_v, "bf16", arch, **more)  # which checks it
+            config = backward16_sm80_config(head_dim, head_dim_v, "bf16", arch=arch, **more)  # which checks it
             assert config.arch == arch and config.smem_bytes <= SM80_ARCHS[arch].cta_smem_bytes
             assert config.qk_columns >= head_dim and config.v_columns >= head_dim_v
 
 
 def test_tiles_are_as_large_as_fits() -> None:
     def sizes(head_dim: int, arch: str, **more: bool) -> tuple[int, ...]:
-        config = backward16_sm80_config(head_dim, head_dim, "bf16", arch, **more)
+        config = backward16_sm80_config(head_dim, head_dim, "bf16", arch=arch, **more)
         return config.tile_m, config.tile_n, config.warps, config.q_stages, config.do_stages
 
     assert sizes(64, "sm_80") == sizes(64, "sm_90a") == (128, 128, 8, 2, 2)
@@ -68,19 +68,19 @@ def test_tiles_are_as_large_as_fits() -> None:
     ],
 )
 def test_what_cannot_be_built_is_refused(change: dict[str, Any], message: str) -> None:
-    good = backward16_sm80_config(128, 128, "bf16", "sm_90a")
+    good = backward16_sm80_config(128, 128, "bf16", arch="sm_90a")
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(good, **change).check()
 
 
 def test_arch_must_have_a_table() -> None:
     with pytest.raises(ValueError, match=r"arch must be one of .* got 'sm_75'"):
-        backward16_sm80_config(128, 128, "bf16", "sm_75")
+        backward16_sm80_config(128, 128, "bf16", arch="sm_75")
 
 
 def test_names_are_unique() -> None:
     configs = all_backward16_sm80_configs()
-    good = backward16_sm80_config(128, 128, "bf16", "sm_90a")
+    good = backward16_sm80_config(128, 128, "bf16", arch="sm_90a")
     changes: tuple[dict[str, Any], ...] = (
         {"dtype": "fp16"},
         {"causal": True},
@@ -188,7 +188,7 @@ SHARES = ((64, 64, "sm_80"), (96, 80, "sm_90a"), (160, 64, "sm_80"), (256, 256, 
 @pytest.mark.parametrize("dims", SHARES, ids=str)
 def test_products_of_a_step(dims: tuple[int, int, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every warp loads what it multiplies and stores where it belongs, without bank conflicts."""
-    cfg = backward16_sm80_config(*dims[:2], "bf16", dims[2])
+    cfg = backward16_sm80_config(*dims[:2], "bf16", arch=dims[2])
     emulator = Emulator(cfg, monkeypatch)
     step = emulator.step
     rng = np.random.default_rng(0)

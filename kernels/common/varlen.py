@@ -108,6 +108,16 @@ def steps_of(tile: cute.Tensor, x: cute.Tensor, mode: int) -> cute.Tensor:
 # ------------------------------------------------------------------------------------------------------------
 
 
+def slot_shift(block: int) -> int:
+    """The shift of blocks of `block` rows, a power of two."""
+    return block.bit_length() - 1
+
+
+def slots_of(total: Int32, ends: cute.Tensor, block: int) -> Int32:
+    """Slots of blocks of `block` rows, of `total` rows in sequences that begin and end at `ends`, (batch + 1,)."""
+    return (total >> slot_shift(block)) + (ends.shape[0] - 1)
+
+
 @cute.jit
 def first_slot(row: Int32, sequence: Int32, shift) -> Int32:
     """Slot of the first block, of 2^shift rows, of a sequence that begins at `row`; see the module."""
@@ -138,6 +148,24 @@ def block_of_slot(slot: Int32, ends: cute.Tensor, shift):
     row = row0 + (cutlass.max(block, 0) << shift)
     left = cutlass.max(end - row, 0) if block >= 0 else Int32(0)
     return tuple([cute.arch.make_warp_uniform(x) for x in (first, row, left)])
+
+
+@cute.jit
+def key_tile(slot: Int32, head_k: Int32, tile_n: cutlass.Constexpr, lengths):
+    """Key tile of a slot, by whole warps: (place, stored).
+
+    lengths is (cu_seqlens_q, cu_seqlens_k, seqused_k, whether that counts), place (key tile of the sequence, head of K,
+    sequence, first row in q, seqlen_q, first key in k, seqlen_k). stored is how many keys the sequence has from the tile
+    on, 0 where the slot has no tile, whether they count or not.
+    """
+    cu_q, cu_k, used_k, has_used = lengths
+    sequence, key, stored = block_of_slot(slot, cu_k, slot_shift(tile_n))
+    row0, key0 = cu_q[sequence], cu_k[sequence]
+    rows, keys = cu_q[sequence + 1] - row0, key + stored - key0
+    if has_used != 0:
+        keys = cutlass.min(keys, cutlass.max(used_k[sequence], 0))
+    found = ((key - key0) // tile_n, head_k, sequence, row0, rows, key0, keys)
+    return tuple([cute.arch.make_warp_uniform(x) for x in found]), stored
 
 
 # ------------------------------------------------------------------------------------------------------------

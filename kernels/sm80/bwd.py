@@ -5,8 +5,8 @@ before (FlashAttention-2, arXiv 2307.08691, algorithm 2):
 
     dV = P^T dO      dP = dO V^T      dS = P * (dP - D)      dQ = softmax_scale * dS K      dK = softmax_scale * dS^T Q
 
-Tensors and workspace are those of the Hopper kernel (sm90/bwd.py), with one count of `turns` for each query tile and
-the sum of dQ in the order of this kernel's accumulators (`BwdStep.add_dq`).
+Tensors and workspace are those of the Hopper kernel (sm90/bwd.py), also of sequences of unlike length, with one count
+of `turns` for each query tile and the sum of dQ in the order of this kernel's accumulators (`BwdStep.add_dq`).
 
 A CTA takes tile_n keys of one head of K and all query heads of its group: dK and dV are sums over them in registers. K
 and V stay in shared memory, Q and dO pass through with their rows of lse2 and D; columns past head_dim and rows past
@@ -25,17 +25,23 @@ from cutlass.memory import SmemAllocator
 from ..any.bwd_passes import BwdEpilogue, BwdPrologue
 from ..common.pointers import aligned
 from ..common.scheduler import first_key_block, key_block_coord, query_blocks
+from ..common.varlen import first_slot, key_tile, slot_shift, slots_of
 from ..common.warp import copy_16_bytes, copy_16_bytes_or_zeros
 from ..config import Bwd16Sm80Config
-from ..sm90.bwd import Bwd16bitSm90
+from ..sm90.bwd import Bwd16bitSm90, Bwd16bitVarlenSm90
 from .bwd_step import LOG2_E, BwdStep, Lane, Scoring, Shared, store_word
 
 
 class Queries(NamedTuple):
-    """What a query tile is read from and added to; the workspace, contiguous, by its global addresses."""
+    """What a query tile is read from and added to; the workspace, contiguous, by its global addresses.
+
+    Rows of q and dO are first .. end - 1: all of them, or with `varlen` those of the sequence.
+    """
 
     q: cute.Tensor
     do: cute.Tensor
+    first: Int32
+    end: Int32
     lse2: Int64
     d_rows: Int64
     dq_sum: Int64
@@ -71,12 +77,15 @@ class Bwd16Sm80Main:
         window_right: Int32,
         turn: Int32,  # heads of K whose tiles are mixed, see `key_block_coord`
         stream,
+        lengths=(),  # with `varlen`, see `kernel`; batch is 1 then
     ):
         shift = k.shape[1] - q.shape[1]
         scoring = Scoring(score_scale_log2, softcap_factor, k.shape[1], shift, window_left, window_right)
         n_blocks = cute.ceil_div(k.shape[1], self.cfg.tile_n)
+        if const_expr(self.cfg.varlen):
+            n_blocks = slots_of(k.shape[1], lengths[1], self.cfg.tile_n)
         self.kernel(
-            q, k, v, dout, lse2, d_rows, dq_sum, dk, dv, slopes, turns, scoring, softmax_scale, n_blocks, turn
+            q, k, v, dout, lse2, d_rows, dq_sum, dk, dv, slopes, turns, scoring, softmax_scale, n_blocks, turn, lengths
         ).launch(
             grid=[n_blocks * k.shape[2] * k.shape[0], 1, 1],
             block=[self.cfg.threads, 1, 1],
@@ -102,35 +111,75 @@ class Bwd16Sm80Main:
         softmax_scale: Float32,
         n_blocks: Int32,
         turn: Int32,
+        # with `varlen` (cu_seqlens_q, cu_seqlens_k, seqused_k, whether that counts); else ()
+        lengths,
     ):
-        cfg, step = self.cfg, self.step
-        tid, _, _ = cute.arch.thread_idx()
+        """With `varlen`, all but slopes has a batch of one; blocks and n_blocks are slots of query and key tiles."""
+        cfg = self.cfg
         cta, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(tid >> 5)
-        heads_k, seqlen_q, seqlen_k = m_k.shape[2], m_q.shape[1], m_k.shape[1]
-        group = m_q.shape[2] // heads_k
+        heads_k = m_k.shape[2]
         n_block, index = key_block_coord(cta, n_blocks, heads_k * m_k.shape[0], turn, cfg)
         head_k, batch = index % heads_k, index // heads_k
-        blocks = query_blocks(n_block, seqlen_q, seqlen_k, (scoring.left, scoring.right), cfg)
-        key0 = n_block * cfg.tile_n
+        more = (
+            (m_q, m_k, m_v, m_do),
+            (m_lse2, m_d_rows, m_dq_sum, m_turns),
+            (m_dk, m_dv),
+            m_slopes,
+            softmax_scale,
+        )
+        if const_expr(cfg.varlen):
+            place, stored = key_tile(n_block, head_k, cfg.tile_n, lengths)
+            seqlen_k = place[6]
+            scoring = scoring._replace(seqlen_k=seqlen_k, shift=seqlen_k - place[4])
+            if stored > 0:  # the same in all threads
+                self.work(place, stored, scoring, *more)
+        else:
+            place = (n_block, head_k, batch, Int32(0), m_q.shape[1], Int32(0), m_k.shape[1])
+            self.work(place, m_k.shape[1] - n_block * cfg.tile_n, scoring, *more)
+
+    @cute.jit
+    def work(
+        self,
+        place,
+        stored: Int32,
+        scoring: Scoring,
+        operands,
+        workspace,
+        gradients,
+        m_slopes: cute.Tensor,
+        softmax_scale: Float32,
+    ):
+        """A CTA's key tile. place and stored see `varlen.key_tile`; first row and key are 0 without `varlen`."""
+        cfg, step = self.cfg, self.step
+        m_q, m_k, m_v, m_do = operands
+        n_block, head_k, batch, row0, seqlen_q, key0, seqlen_k = place
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(tid >> 5)
+        group, tiles = m_q.shape[2] // m_k.shape[2], workspace[2].shape[2]
+        visited, entry, slot = seqlen_q, batch, Int32(0)  # of queries; entry of the batch; first slot of the sequence
+        if const_expr(cfg.varlen):
+            # a tile of keys that do not count is seen by none
+            visited = seqlen_q if n_block * cfg.tile_n < seqlen_k else Int32(0)
+            entry, slot = Int32(0), first_slot(row0, batch, slot_shift(cfg.tile_m))
+        blocks = query_blocks(n_block, visited, seqlen_k, (scoring.left, scoring.right), cfg)
+        key = key0 + n_block * cfg.tile_n
 
         smem = SmemAllocator().allocate_tensor(cutlass.Uint8, cute.make_layout(cfg.smem_bytes), 128)
         shared = self.share(smem.iterator.toint())
-        workspace = [x.iterator.toint() for x in (m_lse2, m_d_rows, m_dq_sum, m_turns)]
-        queries = Queries(m_q, m_do, *workspace)
-        # Query tiles of the heads before the group's first, in the workspace.
-        unit0 = (batch * m_q.shape[2] + head_k * group) * m_dq_sum.shape[2]
+        queries = Queries(m_q, m_do, row0, row0 + seqlen_q, *[x.iterator.toint() for x in workspace])
+        # Query tiles before those of the sequence in the group's first head, in the workspace.
+        unit0 = (entry * m_q.shape[2] + head_k * group) * tiles + slot
         for tensor, tile, base, dim in (
             (m_k, step.qk, shared.k, cfg.head_dim),
             (m_v, step.v, shared.v, cfg.head_dim_v),
         ):
             self.copy_rows(
-                tile, cfg.tile_n, dim, base, tensor[batch, None, head_k, None], key0, seqlen_k, tid
+                tile, cfg.tile_n, dim, base, tensor[entry, None, head_k, None], key, key0 + seqlen_k, tid
             )
         if blocks[0] < blocks[3]:
             for of_do in cutlass.range_constexpr(2):
-                tile = (batch, head_k * group, blocks[0], unit0 + blocks[0])
-                self.copy_queries(of_do, queries, tile, shared, Int32(0), seqlen_q, tid)
+                tile = (entry, head_k * group, blocks[0], unit0 + blocks[0])
+                self.copy_queries(of_do, queries, tile, shared, Int32(0), tid)
         cute.arch.cp_async_commit_group()
 
         dk, dv = step.new_accumulators(step.dk_blocks), step.new_accumulators(step.dv_blocks)
@@ -141,16 +190,16 @@ class Bwd16Sm80Main:
             if const_expr(cfg.alibi):
                 slope = m_slopes[batch, head] * Float32(LOG2_E)
             more = (shared, queries, scoring, slope, dk, dv)
-            unit = unit0 + h * m_dq_sum.shape[2]
-            ahead = (head + 1, unit + m_dq_sum.shape[2] + blocks[0], head_k * group + group)
-            place = (n_block, batch, head, unit, seqlen_q, blocks[0], blocks[3], ahead)
+            unit = unit0 + h * tiles
+            ahead = (head + 1, unit + tiles + blocks[0], head_k * group + group)
+            at = (n_block, entry, head, unit, blocks[0], blocks[3], ahead)
             for m in cutlass.range(blocks[0], blocks[1], unroll=1):
-                stage = self.take(True, m, stage, place, *more)
+                stage = self.take(True, m, stage, at, *more)
             for m in cutlass.range(blocks[1], blocks[2], unroll=1):
-                stage = self.take(False, m, stage, place, *more)
+                stage = self.take(False, m, stage, at, *more)
             if const_expr(cfg.window):
                 for m in cutlass.range(blocks[2], blocks[3], unroll=1):
-                    stage = self.take(True, m, stage, place, *more)
+                    stage = self.take(True, m, stage, at, *more)
 
         for i in cutlass.range_constexpr(cute.size(dk)):
             dk[i] = dk[i] * softmax_scale
@@ -161,10 +210,10 @@ class Bwd16Sm80Main:
         self.leave(dv, step.v, shared.v, tid % 32, warp)
         cute.arch.sync_threads()  # all threads: dK and dV are written
         for tensor, tile, base, dim in (
-            (m_dk, step.qk, shared.k, cfg.head_dim),
-            (m_dv, step.v, shared.v, cfg.head_dim_v),
+            (gradients[0], step.qk, shared.k, cfg.head_dim),
+            (gradients[1], step.v, shared.v, cfg.head_dim_v),
         ):
-            self.store_rows(tile, dim, base, tensor[batch, None, head_k, None], key0, seqlen_k, tid)
+            self.store_rows(tile, dim, base, tensor[entry, None, head_k, None], key, key + stored, tid)
 
     @cute.jit
     def share(self, base: Int32) -> Shared:
@@ -224,7 +273,6 @@ class Bwd16Sm80Main:
         query_tile,  # batch, head, query tile, its number in the workspace
         shared: Shared,
         stage: Int32,
-        seqlen_q: Int32,
         tid: Int32,
     ):
         """Starts the copies of a query tile of Q with lse2, or of dO with D, to a buffer."""
@@ -233,9 +281,10 @@ class Bwd16Sm80Main:
         dim = cfg.head_dim_v if const_expr(of_do) else cfg.head_dim
         base, rows_base = (shared.do, shared.d_rows) if const_expr(of_do) else (shared.q, shared.lse2)
         batch, head, m, unit = query_tile
-        source, rows = queries[of_do][batch, None, head, None], queries[2 + of_do]
+        source = queries[of_do][batch, None, head, None]
+        rows = queries.d_rows if const_expr(of_do) else queries.lse2
         base = base + stage * (cfg.tile_m * tile.pitch)
-        self.copy_rows(tile, cfg.tile_m, dim, base, source, m * cfg.tile_m, seqlen_q, tid)
+        self.copy_rows(tile, cfg.tile_m, dim, base, source, queries.first + m * cfg.tile_m, queries.end, tid)
         if tid < cfg.tile_m // 4:
             address = rows + Int64(unit) * (cfg.tile_m * 4) + tid * 16
             copy_16_bytes(rows_base + stage * (cfg.tile_m * 4) + tid * 16, address)
@@ -265,13 +314,13 @@ class Bwd16Sm80Main:
     ) -> Int32:
         """Query tile m; dk and dv grow in place. Returns the next buffer.
 
-        place is (key tile, batch, head, query tiles in the workspace before the head's, seqlen_q, first query tile, end
-        of them, ahead), ahead (head behind this one, number of its first query tile, end of the heads)
+        place is (key tile, entry of the batch, head, query tiles in the workspace before the head's, first query tile,
+        end of them, ahead), ahead (head behind this one, number of its first query tile, end of the heads)
         """
         cfg, step = self.cfg, self.step
         tid = self.thread()
         lane = step.lane(tid & 31, cute.arch.make_warp_uniform(tid >> 5))
-        n_block, batch, head, unit, seqlen_q, first_m, end_m, ahead = place
+        n_block, batch, head, unit, first_m, end_m, ahead = place
         unit = unit + m
         next_head, next_m, next_unit = head, m + 1, unit + 1
         if next_m == end_m:
@@ -289,9 +338,9 @@ class Bwd16Sm80Main:
         cute.arch.sync_threads()
         if more:
             if const_expr(cfg.q_stages == 2):
-                self.copy_queries(0, *ahead, q_next, seqlen_q, tid)
+                self.copy_queries(0, *ahead, q_next, tid)
             if const_expr(cfg.do_stages == 2):
-                self.copy_queries(1, *ahead, do_next, seqlen_q, tid)
+                self.copy_queries(1, *ahead, do_next, tid)
         cute.arch.cp_async_commit_group()
         step.compute_scores(
             masking, shared, lane, stages, m * cfg.tile_m, n_block * cfg.tile_n, scoring, slope
@@ -307,8 +356,8 @@ class Bwd16Sm80Main:
             cute.arch.sync_threads()  # all threads: nobody reads dO, and with one buffer Q, any more
             if more:
                 if const_expr(cfg.q_stages == 1):
-                    self.copy_queries(0, *ahead, q_next, seqlen_q, tid)
-                self.copy_queries(1, *ahead, do_next, seqlen_q, tid)
+                    self.copy_queries(0, *ahead, q_next, tid)
+                self.copy_queries(1, *ahead, do_next, tid)
             cute.arch.cp_async_commit_group()
         dq = step.make_dq(shared, lane)
         if const_expr(cfg.deterministic):
@@ -396,3 +445,7 @@ class Bwd16bitSm80(Bwd16bitSm90):
         self.main = Bwd16Sm80Main(cfg)
         self.before = BwdPrologue(cfg)
         self.behind = BwdSm80Epilogue(cfg)
+
+
+class Bwd16bitVarlenSm80(Bwd16bitSm80, Bwd16bitVarlenSm90):
+    """Likewise for sequences of unlike length."""
