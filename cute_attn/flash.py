@@ -160,6 +160,8 @@ def flash_attn_explain(
     """
     side = {"alibi_slopes": alibi_slopes, "sinks": sinks}
     plan = _plan(q, k, v, side, (0.0, softmax_scale, causal, softcap, False, False, window_size), backend)
+    if isinstance(plan.config, Fwd16Sm80Config):
+        check_mma_sync_forward(q=q, k=k, v=v, sinks=sinks)
     left, right = window_size
     problem = Problem16(
         batch=q.shape[0],
@@ -368,6 +370,15 @@ def kernel_config(arch: str, *sizes: Any, **properties: Any) -> Fwd16Config | Fw
     if arch == "sm90":
         return forward16_config(*sizes, **properties)
     return forward16_sm80_config(*sizes, arch=arch, **properties)
+
+
+def check_mma_sync_forward(**tensors: Tensor | None) -> None:
+    """Refuse tensors that want a gradient of the mma.sync kernel, which has none.
+
+    Raises:
+        NotImplementedError: grad mode is on and one requires grad.
+    """
+    validate.check_forward_only("16-bit mma.sync (backend 'sm80')", **tensors)
 
 
 def all_loadable(q: Tensor, k: Tensor, v: Tensor, arch: str) -> tuple[bool, bool, bool]:

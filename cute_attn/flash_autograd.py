@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cute_attn import flash, validate
 from cute_attn.flash_backward import reference_backward
-from cute_attn.kernels.config import Bwd16Config, Fwd16Config
+from cute_attn.kernels.config import Bwd16Config, Fwd16Config, Fwd16Sm80Config
 from cute_attn.plan16 import backward16_config
 
 __all__ = ["attend", "backward", "backward_config"]
@@ -44,7 +44,9 @@ def attend(
         TypeError, ValueError, NotImplementedError: as there.
     """
     if not torch.compiler.is_compiling():
-        flash._find_plan(q, k, v, side, options, backend)  # which checks all arguments
+        plan = flash._find_plan(q, k, v, side, options, backend)  # which checks all arguments
+        if isinstance(plan.config, Fwd16Sm80Config):
+            flash.check_mma_sync_forward(q=q, k=k, v=v, sinks=side["sinks"])
     dropout_p, scale, causal, _, deterministic, _, window_size = options
     (left, right), softcap = flash._check_options(dropout_p, *options[2:])
     if scale is not None:
