@@ -35,26 +35,37 @@ class TileSm80:
     why: str
     small: bool | None = None  # only SMs with little shared memory (True), only others (False), or all
     causal: bool | None = None  # only with or without a causal mask; None: both
+    features: int = 4  # only with at most so many of window, softcap, ALiBi and unlike lengths: each takes registers
     tile_m: int = 128
     tile_n: int = 64
     warps: int = 4
     ctas: int = 2
-    q_in_regs: bool = False
+    q_in_regs: int = 0
 
 
 TILES_SM80: Final = (
     TileSm80(
         columns=64,
-        q_in_regs=True,
+        small=False,
+        features=2,
+        tile_n=96,
+        why="32 rows a warp: each fragment of K and V that is read serves two products; S of 96 keys and O leave no "
+        "register for more",
+    ),
+    TileSm80(
+        columns=64,
+        q_in_regs=4,
         why="fragments of Q fit into registers beside S and O, so that shared memory is read for K and V alone",
     ),
     TileSm80(columns=96, why="two CTAs of 4 warps an SM: one multiplies while the other has its softmax"),
     TileSm80(
         columns=128,
         small=False,
+        features=2,
         why="32 rows a warp: each fragment of K and V that is read serves two products; S of 64 keys and O leave no "
         "register for more",
     ),
+    TileSm80(columns=128, small=False, tile_n=32, why="S of 64 keys would leave no registers for the features"),
     TileSm80(
         columns=128,
         small=True,
@@ -119,10 +130,14 @@ def forward16_sm80_choice(
         raise ValueError(f"arch must be one of {tuple(SM80_ARCHS)}, got {arch!r}")
     columns = -(-max(head_dim, head_dim_v) // 32) * 32
     small = SM80_ARCHS[arch].smem_bytes <= SMALL
+    features = sum((window, softcap, alibi, varlen))
     tile = next(
         t
         for t in TILES_SM80
-        if columns <= t.columns and t.small in (None, small) and t.causal in (None, causal)
+        if columns <= t.columns
+        and features <= t.features
+        and t.small in (None, small)
+        and t.causal in (None, causal)
     )
     pack_gqa, why_pack = choose_pack_gqa(group, seqlen_q, tile.tile_m, varlen)
 
@@ -142,7 +157,7 @@ def forward16_sm80_choice(
             sinks=sinks,
             pack_gqa=pack_gqa,
             varlen=varlen,
-            q_in_regs=tile.q_in_regs,
+            q_in_regs=min(tile.q_in_regs, -(-head_dim // 16)),
             ctas=tile.ctas,
             arch=arch,
         )
@@ -162,17 +177,15 @@ def forward16_sm80_choice(
 
 
 def all_forward16_sm80_configs() -> list[Fwd16Sm80Config]:
-    """A sample that every test run compiles: each row of the table, each architecture, each feature."""
+    """A sample that every test run compiles: each kind of tile, each size of shared memory, each feature."""
     every = {"softcap": True, "alibi": True, "sinks": True}
     return [
         forward16_sm80_config(64, 64, "bf16", arch="sm_80"),
         forward16_sm80_config(64, 64, "fp16", arch="sm_89", window=True, varlen=True, **every),
-        forward16_sm80_config(96, 72, "bf16", arch="sm_86", causal=True, group=4, seqlen_q=1),
-        forward16_sm80_config(128, 128, "bf16", arch="sm_80", causal=True, **every),
-        forward16_sm80_config(128, 128, "bf16", arch="sm_90a"),
+        forward16_sm80_config(96, 72, "bf16", arch="sm_90a", causal=True, group=4, seqlen_q=1),
+        forward16_sm80_config(128, 128, "bf16", arch="sm_90a", causal=True, **every),
         forward16_sm80_config(128, 128, "bf16", arch="sm_89", causal=True),
-        forward16_sm80_config(120, 128, "bf16", arch="sm_86", window=True),
+        forward16_sm80_config(120, 128, "bf16", arch="sm_86", window=True, varlen=True, **every),
         forward16_sm80_config(192, 128, "fp16", arch="sm_86", causal=True, varlen=True),
-        forward16_sm80_config(256, 256, "bf16", arch="sm_80", **every),
-        forward16_sm80_config(256, 256, "bf16", arch="sm_89", causal=True),
+        forward16_sm80_config(256, 256, "bf16", arch="sm_80", causal=True, **every),
     ]

@@ -445,7 +445,7 @@ class Fwd16Sm80Config:
     sinks: bool = False
     pack_gqa: int = 1
     varlen: bool = False
-    q_in_regs: bool = False  # fragments of Q stay in registers instead of being read in every step
+    q_in_regs: int = 0  # of `k_steps`, the first whose fragments of Q stay in registers: others are read in every step
     ctas: int = 2  # of an SM at least: bounds the registers
     arch: str = "sm_90a"
 
@@ -490,7 +490,7 @@ class Fwd16Sm80Config:
     @property
     def name(self) -> str:
         tiles = f"m{self.tile_m}n{self.tile_n}k{self.kv_stages}w{self.warps}"
-        tiles += ("q" if self.q_in_regs else "") + f"_c{self.ctas}"
+        tiles += (f"q{self.q_in_regs}" if self.q_in_regs else "") + f"_c{self.ctas}"
         tiles += "" if self.pack_gqa == 1 else f"_g{self.pack_gqa}"
         dims = dims_name(self.head_dim, self.head_dim_v)
         return f"fwd_{target_name(self.arch)}_{self.dtype}_{dims}_{self.features}_{tiles}"
@@ -516,6 +516,8 @@ class Fwd16Sm80Config:
             raise ValueError(f"tile_n must be a multiple of {pass_rows} up to 128, got {self.tile_n}")
         if self.kv_stages not in (1, 2):
             raise ValueError(f"kv_stages must be 1 or 2, got {self.kv_stages}")
+        if not 0 <= self.q_in_regs <= self.k_steps:
+            raise ValueError(f"q_in_regs must be from 0 to {self.k_steps}, got {self.q_in_regs}")
         if self.pack_gqa < 1 or 64 % self.pack_gqa:
             raise ValueError(f"pack_gqa must divide 64, got {self.pack_gqa}")
         if self.ctas < 1 or self.ctas * self.threads * 64 > REGISTERS_PER_SM:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from compiled import figures_of, no_spills
 
-from cute_attn import cache, decode_plan, plan, plan16, tiles
+from cute_attn import cache, decode_plan, plan, plan16, plan_sm80, tiles
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelFigures
 from cute_attn.kernels.config import (
@@ -89,6 +89,7 @@ def test_configurations_are_the_sample() -> None:
         *FORWARD,
         *QUANTISE,
         *plan16.all_forward16_configs(),
+        *plan_sm80.all_forward16_sm80_configs(),
         *decode_plan.all_decode_configs(),
     }
 

@@ -366,8 +366,8 @@ def test_bad_policies(layers: Any, error: type[Exception]) -> None:
 
 
 def test_register_refuses() -> None:
-    with pytest.raises(ValueError, match="backend is 'sm80'"):
-        hf.register(backend="sm80")
+    with pytest.raises(ValueError, match="backend is 'sm70'"):
+        hf.register(backend="sm70")
     with pytest.raises(ValueError, match="fallback is 'none'"):
         hf.register(fallback="none")
 

@@ -161,7 +161,7 @@ def test_what_no_8bit_kernel_takes_goes_to_the_16bit_one() -> None:
     [
         ({"precision": "fp4"}, ValueError, "precision is 'fp4'; allowed: 'bf16', 'naive'"),
         ({"precision": 8}, TypeError, "precision is a int"),
-        ({"backend": "sm80"}, ValueError, "backend is 'sm80'; allowed: 'auto', 'sm90', 'emulator'"),
+        ({"backend": "sm70"}, ValueError, "backend is 'sm70'; allowed: 'auto', 'sm90', 'sm80', 'emulator'"),
         ({"backend": "sm90"}, ValueError, "backend is 'sm90' but q is on a device that is no NVIDIA GPU"),
         ({"fallback": "silent"}, ValueError, "fallback is 'silent'; allowed: 'torch', 'error'"),
         (

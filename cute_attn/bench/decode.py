@@ -77,8 +77,8 @@ def prepare(contender: peers.Contender, case: Case, q: Tensor, k: Tensor, v: Ten
     if contender.provider == peers.OURS:
         import cute_attn
 
-        options: dict[str, Any] = {"cache_seqlens": lengths, "backend": peers.BACKEND, **scales}
-        kernel, backend = cute_attn.decode_kernel(q, k, v, **options), peers.BACKEND
+        options: dict[str, Any] = {"cache_seqlens": lengths, "backend": contender.backend, **scales}
+        kernel, backend = cute_attn.decode_kernel(q, k, v, **options), contender.backend
         attend = functools.partial(cute_attn.flash_attn_with_kvcache, **options)
         calls = [functools.partial(attend, q, *pair) for pair in caches]
     elif contender.provider == "fa3":

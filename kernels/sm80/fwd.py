@@ -86,7 +86,7 @@ class Work(NamedTuple):
     inputs: tuple  # for each: see `Softmax16bit.tile_inputs`
     states: tuple  # for each: see `Softmax16bit.new_state`
     o: cute.Tensor  # (4, n_tiles, m_tiles) float32: C fragments
-    q: cute.Tensor  # (4, k_steps, m_tiles) words: A fragments, where they stay in registers
+    q: cute.Tensor  # (4, q_in_regs or 1, m_tiles) words: A fragments that stay in registers
     q_at: Int32  # shared addresses for this lane's fragments of Q, of K and of V in the first stage
     k_at: Int32
     v_at: Int32
@@ -256,19 +256,19 @@ class Fwd16bitSm80:
             ),
             tuple([self.softmax.new_state() for _ in range(cfg.m_tiles)]),
             cute.make_rmem_tensor((4, cfg.n_tiles, cfg.m_tiles), Float32),
-            cute.make_rmem_tensor((4, cfg.k_steps if cfg.q_in_regs else 1, cfg.m_tiles), Uint32),
+            cute.make_rmem_tensor((4, max(cfg.q_in_regs, 1), cfg.m_tiles), Uint32),
             self.q.a_address(base, warp * (16 * cfg.m_tiles), lane),
             self.k.b_address(base + self.k_base, lane),
             self.v.b_transposed_address(base + self.v_base, lane),
             seqlen_k,
         )
         work.o.fill(0.0)
-        if const_expr(cfg.q_in_regs):
+        if const_expr(cfg.q_in_regs > 0):
             cute.arch.cp_async_wait_group(0)  # the thread: its copies of Q have arrived
             cute.arch.sync_threads()  # all threads: so have all others'
             near = self.q.near(work.q_at)
             for mt in cutlass.range_constexpr(cfg.m_tiles):
-                for step in cutlass.range_constexpr(cfg.k_steps):
+                for step in cutlass.range_constexpr(cfg.q_in_regs):
                     words = self.q.load_a(near, step, 16 * mt)
                     for i in cutlass.range_constexpr(4):
                         work.q[i, step, mt] = words[i]
@@ -442,7 +442,7 @@ class Fwd16bitSm80:
                 step, pair = items[item + AHEAD_Q]
                 if pair == 0:
                     a[step] = [
-                        work.q[None, step, mt] if cfg.q_in_regs else self.q.load_a(q_near, step, 16 * mt)
+                        work.q[None, step, mt] if step < cfg.q_in_regs else self.q.load_a(q_near, step, 16 * mt)
                         for mt in range(cfg.m_tiles)
                     ]
             if item + AHEAD < len(items):
