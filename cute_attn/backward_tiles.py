@@ -16,11 +16,16 @@ class _Tile(NamedTuple):
     tile_n: int
     warps: int
     plain: bool = False  # not with softcap or ALiBi, whose values beside twice the scores would not fit
+    causal: bool = False  # only with a causal mask
+    arch: str | None = None  # only for this one
+    overlap: bool = True  # as in `Bwd16Sm80Config`
 
 
-# The first that fits serves: the largest whose dK and dV fill no more than half the registers of an SM.
+# The first that fits serves: the largest whose dK and dV fill no more than half the registers of an SM. Under a causal
+# mask two CTAs of 4 warps hide more than one of 8, on Hopper, whose shared memory holds two.
 _TILES: Final = (
     _Tile(64, 128, 128, 8, plain=True),
+    _Tile(128, 64, 64, 4, causal=True, arch="sm_90a"),
     _Tile(128, 64, 128, 8),
     _Tile(256, 64, 64, 8),
 )
@@ -69,6 +74,7 @@ def backward16_sm80_config(
             _share(tile.tile_m, tile.warps, qk_columns),
         )
         fits = columns <= tile.columns and not (tile.plain and (softcap or alibi))
+        fits = fits and causal >= tile.causal and tile.arch in (None, arch)
         if fits and None not in shares:
             break
     config = Bwd16Sm80Config(
@@ -87,6 +93,7 @@ def backward16_sm80_config(
         alibi=alibi,
         deterministic=deterministic,
         varlen=varlen,
+        overlap=tile.overlap,
         arch=arch,
     )
     for q_stages, do_stages in _STAGES:

@@ -35,13 +35,16 @@ from .bwd_step import LOG2_E, BwdStep, Lane, Scoring, Shared, store_word
 class Queries(NamedTuple):
     """What a query tile is read from and added to; the workspace, contiguous, by its global addresses.
 
-    Rows of q and dO are first .. end - 1: all of them, or with `varlen` those of the sequence.
+    Rows of q and dO are first .. end - 1: all of them, or with `varlen` those of the sequence, whose query tiles are
+    from `slot` on in the workspace, of `tiles` of a head.
     """
 
     q: cute.Tensor
     do: cute.Tensor
     first: Int32
     end: Int32
+    slot: Int32
+    tiles: Int32
     lse2: Int64
     d_rows: Int64
     dq_sum: Int64
@@ -155,20 +158,20 @@ class Bwd16Sm80Main:
         n_block, head_k, batch, row0, seqlen_q, key0, seqlen_k = place
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tid >> 5)
-        group, tiles = m_q.shape[2] // m_k.shape[2], workspace[2].shape[2]
+        group = m_q.shape[2] // m_k.shape[2]
+        first_head, end_head = head_k * group, head_k * group + group
         visited, entry, slot = seqlen_q, batch, Int32(0)  # of queries; entry of the batch; first slot of the sequence
         if const_expr(cfg.varlen):
             # a tile of keys that do not count is seen by none
             visited = seqlen_q if n_block * cfg.tile_n < seqlen_k else Int32(0)
             entry, slot = Int32(0), first_slot(row0, batch, slot_shift(cfg.tile_m))
-        blocks = query_blocks(n_block, visited, seqlen_k, (scoring.left, scoring.right), cfg)
+        blocks = self.blocks((n_block, entry, first_head, end_head, visited, seqlen_k), scoring)
         key = key0 + n_block * cfg.tile_n
 
         smem = SmemAllocator().allocate_tensor(cutlass.Uint8, cute.make_layout(cfg.smem_bytes), 128)
         shared = self.share(smem.iterator.toint())
-        queries = Queries(m_q, m_do, row0, row0 + seqlen_q, *[x.iterator.toint() for x in workspace])
-        # Query tiles before those of the sequence in the group's first head, in the workspace.
-        unit0 = (entry * m_q.shape[2] + head_k * group) * tiles + slot
+        rows = (row0, row0 + seqlen_q, slot, workspace[2].shape[2])
+        queries = Queries(m_q, m_do, *rows, *[x.iterator.toint() for x in workspace])
         for tensor, tile, base, dim in (
             (m_k, step.qk, shared.k, cfg.head_dim),
             (m_v, step.v, shared.v, cfg.head_dim_v),
@@ -178,27 +181,26 @@ class Bwd16Sm80Main:
             )
         if blocks[0] < blocks[3]:
             for of_do in cutlass.range_constexpr(2):
-                tile = (entry, head_k * group, blocks[0], unit0 + blocks[0])
-                self.copy_queries(of_do, queries, tile, shared, Int32(0), tid)
+                self.copy_queries(of_do, queries, (entry, first_head, blocks[0]), shared, Int32(0), tid)
         cute.arch.cp_async_commit_group()
 
         dk, dv = step.new_accumulators(step.dk_blocks), step.new_accumulators(step.dv_blocks)
         stage = Int32(0)
-        for h in cutlass.range(group, unroll=1):
-            head = head_k * group + h
+        for head in cutlass.range(first_head, end_head, unroll=1):
             slope = Float32(0.0)
             if const_expr(cfg.alibi):
                 slope = m_slopes[batch, head] * Float32(LOG2_E)
             more = (shared, queries, scoring, slope, dk, dv)
-            unit = unit0 + h * tiles
-            ahead = (head + 1, unit + tiles + blocks[0], head_k * group + group)
-            at = (n_block, entry, head, unit, blocks[0], blocks[3], ahead)
-            for m in cutlass.range(blocks[0], blocks[1], unroll=1):
+            at = (n_block, entry, head, end_head, visited, seqlen_k)
+            part = self.blocks(at, scoring)
+            for m in cutlass.range(part[0], part[1], unroll=1):
                 stage = self.take(True, m, stage, at, *more)
-            for m in cutlass.range(blocks[1], blocks[2], unroll=1):
+            part = self.blocks(at, scoring)
+            for m in cutlass.range(part[1], part[2], unroll=1):
                 stage = self.take(False, m, stage, at, *more)
             if const_expr(cfg.window):
-                for m in cutlass.range(blocks[2], blocks[3], unroll=1):
+                part = self.blocks(at, scoring)
+                for m in cutlass.range(part[2], part[3], unroll=1):
                     stage = self.take(True, m, stage, at, *more)
 
         for i in cutlass.range_constexpr(cute.size(dk)):
@@ -206,6 +208,8 @@ class Bwd16Sm80Main:
         # The thread: its copies have arrived, of K and V where there was no step.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()  # all threads: nobody reads or fills K and V any more
+        tid = self.thread()
+        warp = cute.arch.make_warp_uniform(tid >> 5)
         self.leave(dk, step.qk, shared.k, tid % 32, warp)
         self.leave(dv, step.v, shared.v, tid % 32, warp)
         cute.arch.sync_threads()  # all threads: dK and dV are written
@@ -270,7 +274,7 @@ class Bwd16Sm80Main:
         self,
         of_do: cutlass.Constexpr,
         queries: Queries,
-        query_tile,  # batch, head, query tile, its number in the workspace
+        query_tile,  # entry of the batch, head, query tile
         shared: Shared,
         stage: Int32,
         tid: Int32,
@@ -280,14 +284,19 @@ class Bwd16Sm80Main:
         tile = step.v if const_expr(of_do) else step.qk
         dim = cfg.head_dim_v if const_expr(of_do) else cfg.head_dim
         base, rows_base = (shared.do, shared.d_rows) if const_expr(of_do) else (shared.q, shared.lse2)
-        batch, head, m, unit = query_tile
-        source = queries[of_do][batch, None, head, None]
+        entry, head, m = query_tile
+        source = queries[of_do][entry, None, head, None]
         rows = queries.d_rows if const_expr(of_do) else queries.lse2
         base = base + stage * (cfg.tile_m * tile.pitch)
         self.copy_rows(tile, cfg.tile_m, dim, base, source, queries.first + m * cfg.tile_m, queries.end, tid)
         if tid < cfg.tile_m // 4:
-            address = rows + Int64(unit) * (cfg.tile_m * 4) + tid * 16
+            address = rows + Int64(self.unit(queries, query_tile)) * (cfg.tile_m * 4) + tid * 16
             copy_16_bytes(rows_base + stage * (cfg.tile_m * 4) + tid * 16, address)
+
+    def unit(self, queries: Queries, query_tile) -> Int32:
+        """Number of a query tile in the workspace; query_tile see `copy_queries`."""
+        entry, head, m = query_tile
+        return (entry * queries.q.shape[2] + head) * queries.tiles + queries.slot + m
 
     @cute.jit
     def thread(self) -> Int32:
@@ -295,6 +304,20 @@ class Bwd16Sm80Main:
         do not fill registers for the length of the loop, or it spills."""
         tid, _, _ = cute.arch.thread_idx()
         return cute.arch.shuffle_sync(tid, cute.arch.lane_idx())
+
+    @cute.jit
+    def again(self, entry: Int32, head: Int32):
+        """The two, of which the compiler knows nothing, likewise: no addresses of a head live through its loop."""
+        if const_expr(not self.cfg.varlen):
+            entry = cute.arch.make_warp_uniform(entry)
+        return entry, cute.arch.make_warp_uniform(head)
+
+    @cute.jit
+    def blocks(self, place, scoring: Scoring):
+        """`query_blocks` of the key tile, computed anew likewise; place see `take`."""
+        visited, seqlen_k = place[4:]
+        n_block = cute.arch.make_warp_uniform(place[0])
+        return query_blocks(n_block, visited, seqlen_k, (scoring.left, scoring.right), self.cfg)
 
     # -- loop -------------------------------------------------------------------------------------------------
 
@@ -314,23 +337,24 @@ class Bwd16Sm80Main:
     ) -> Int32:
         """Query tile m; dk and dv grow in place. Returns the next buffer.
 
-        place is (key tile, entry of the batch, head, query tiles in the workspace before the head's, first query tile,
-        end of them, ahead), ahead (head behind this one, number of its first query tile, end of the heads)
+        place is (key tile, entry of the batch, head, end of the heads, seqlen_q or 0 for a key tile that no query sees,
+        seqlen_k)
         """
         cfg, step = self.cfg, self.step
         tid = self.thread()
         lane = step.lane(tid & 31, cute.arch.make_warp_uniform(tid >> 5))
-        n_block, batch, head, unit, first_m, end_m, ahead = place
-        unit = unit + m
-        next_head, next_m, next_unit = head, m + 1, unit + 1
-        if next_m == end_m:
-            next_head, next_m, next_unit = ahead[0], first_m, ahead[1]
-        more = next_head < ahead[2]
+        n_block, entry, head, end_head = place[:4]
+        of_batch, next_head = self.again(entry, head)
+        blocks = self.blocks(place, scoring)
+        next_m = m + 1
+        if next_m == blocks[3]:
+            next_head, next_m = next_head + 1, blocks[0]
+        more = next_head < end_head
         following = Int32(1) - stage
         q_stage, q_next = (stage, following) if const_expr(cfg.q_stages == 2) else (Int32(0), Int32(0))
         do_stage, do_next = (stage, following) if const_expr(cfg.do_stages == 2) else (Int32(0), Int32(0))
         stages = (q_stage, do_stage)
-        ahead = (queries, (batch, next_head, next_m, next_unit), shared)
+        ahead = (queries, (of_batch, next_head, next_m), shared)
 
         # The thread: its copies of this step have arrived.
         cute.arch.cp_async_wait_group(0)
@@ -349,7 +373,8 @@ class Bwd16Sm80Main:
         tid = self.thread()
         lane = step.lane(tid & 31, cute.arch.make_warp_uniform(tid >> 5))
         step.add_dv(dv, shared, lane, stages)
-        address = queries.dq_sum + Int64(unit) * (cfg.tile_m * cfg.qk_columns * 4) + lane.dq
+        unit = Int64(self.unit(queries, (*self.again(entry, head), m)))
+        address = queries.dq_sum + unit * (cfg.tile_m * cfg.qk_columns * 4) + lane.dq
         if const_expr(cfg.q_stages == 1):
             step.add_dk(dk, shared, lane, stages)
         if const_expr(cfg.do_stages == 1):
@@ -362,7 +387,7 @@ class Bwd16Sm80Main:
         dq = step.make_dq(shared, lane)
         if const_expr(cfg.deterministic):
             before = n_block - first_key_block(m, (0, 0, scoring.shift, scoring.left), cfg)
-            step.add_dq_in_turn(dq, address, (queries.turns + Int64(unit) * 4, before))
+            step.add_dq_in_turn(dq, address, (queries.turns + unit * 4, before))
         if const_expr(cfg.q_stages == 2):
             self.add_dk_under_dq(dk, dq, address, shared, lane, stages)
         elif const_expr(not cfg.deterministic):
