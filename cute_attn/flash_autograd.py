@@ -161,8 +161,14 @@ def backward(
     return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, lse, d)
 
 
-def backward_config(forward: Fwd16Config, deterministic: bool = False) -> Bwd16Config:
-    """The backward of what `forward` computes."""
+def backward_config(forward: Fwd16Config | Fwd16Sm80Config, deterministic: bool = False) -> Bwd16Config:
+    """The backward of what `forward` computes.
+
+    Raises:
+        NotImplementedError: the kernel by mma.sync has none.
+    """
+    if isinstance(forward, Fwd16Sm80Config):
+        raise NotImplementedError("16-bit mma.sync (backend 'sm80') attention has no backward")
     return backward16_config(
         forward.head_dim,
         forward.head_dim_v,
