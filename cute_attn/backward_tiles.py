@@ -58,7 +58,8 @@ def backward16_sm80_config(
         head_dim, head_dim_v: multiples of 8 from 32 to 256.
         dtype: "bf16" or "fp16".
         arch: what it is compiled for, a key of `SM80_ARCHS`.
-        causal, window, softcap, alibi, deterministic, varlen: as in `Bwd16Sm80Config`; causal and window exclude each other.
+        causal, window, softcap, alibi, deterministic, varlen: as in `Bwd16Sm80Config`; causal and window exclude
+            each other.
 
     Raises:
         ValueError: a head_dim, dtype or arch for which there is no kernel.

@@ -34,10 +34,12 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn import cache, decode_plan, plan16, plan_sm80, sass, tiles
+from cute_attn.backward_tiles import backward16_sm80_config
 from cute_attn.dispatch import EXACT
 from cute_attn.kernels.config import (
     HEAD_DIMS,
     HEAD_DIMS_16BIT,
+    SM80_ARCHS,
     AppendConfig,
     Bwd16Config,
     Bwd16Sm80Config,
@@ -556,6 +558,35 @@ def _chosen16(
     return list(configs)
 
 
+def _chosen_sm80(
+    arch: str,
+    head_dims: Sequence[tuple[int, int]],
+    dtypes: Sequence[str],
+    masks: Sequence[str],
+    features: Sequence[frozenset[str]],
+    groups: Sequence[int],
+    varlen: bool = False,
+    backward: bool = False,
+) -> list[KernelConfig]:
+    """The 16-bit kernels by mma.sync for `arch`; otherwise as `_chosen16`."""
+    configs: dict[KernelConfig, None] = {}
+    for (head_dim, head_dim_v), dtype, mask, chosen in itertools.product(head_dims, dtypes, masks, features):
+        options = dict.fromkeys(chosen, True) | ({} if mask == "full" else {mask: True})
+        for unlike, group in itertools.product((False, True) if varlen else (False,), groups):
+            config = plan_sm80.forward16_sm80_config(
+                head_dim, head_dim_v, dtype, arch=arch, **options, varlen=unlike
+            )
+            configs[dataclasses.replace(config, pack_gqa=group)] = None
+        if backward:
+            options.pop("sinks", None)  # as in `_chosen16`
+            for unlike in (False, True) if varlen else (False,):
+                gradients = backward16_sm80_config(
+                    head_dim, head_dim_v, dtype, arch=arch, **options, varlen=unlike
+                )
+                configs[gradients] = None
+    return list(configs)
+
+
 def fill_cache(
     configs: Sequence[KernelConfig], jobs: int | None = None
 ) -> Iterator[tuple[KernelConfig, float | BaseException]]:
@@ -643,7 +674,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m cute_attn.compile", description="Compile kernels into the disk cache. Needs no GPU."
     )
-    parser.add_argument("--arch", choices=(ARCH,), default=ARCH, help="target (default: %(default)s)")
+    parser.add_argument(
+        "--arch",
+        choices=(ARCH, *(arch for arch in SM80_ARCHS if arch != ARCH)),
+        default=ARCH,
+        help=f"target; others than {ARCH} have 16-bit kernels alone (default: %(default)s)",
+    )
     parser.add_argument(
         "--recipe",
         type=_several(names),
@@ -702,6 +738,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder is None:
         print("the disk cache is off, there is nothing to fill", file=sys.stderr)
         return 1
+    if args.arch != ARCH:
+        if set(args.recipe or [EXACT]) != {EXACT}:
+            parser.error(f"argument --recipe: {args.arch} has 16-bit kernels alone; allowed: {EXACT}")
+        args.recipe = [EXACT]
     if args.model is None:
         names = args.recipe or ["default"]
         recipes = [name for name in names if name != EXACT]
@@ -716,7 +756,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     parser.error(f"argument --{option}: only 16-bit kernels; name {EXACT} in --recipe")
         common = (args.head_dim, args.dtype, args.mask, args.features, args.pack_gqa)
         configs = _chosen(recipes, *common) if recipes else []
-        if EXACT in names:
+        if args.arch != ARCH:
+            configs += _chosen_sm80(args.arch, *common, args.varlen, args.backward)
+        elif EXACT in names:
             configs += _chosen16(*common, args.varlen, args.backward)
     else:
         from cute_attn import precompile
@@ -731,6 +773,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.seqlen or precompile.SEQLENS,
             varlen=args.varlen,
             backward=args.backward,
+            arch=args.arch,
         )
     start, failed = time.perf_counter(), 0
     for config, done in fill_cache(configs, args.jobs):

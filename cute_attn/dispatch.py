@@ -214,7 +214,7 @@ def _choose(
             q.device if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
         )
         if capability not in ARCHS:
-            need = "the kernels need one of compute capability 8.0 to 8.9 or 9.x"
+            need = "the kernels need a GPU of compute capability 8.0 to 8.9 or 9.x"
             return Choice(TORCH, "torch", f"q is on {where}, and {need}")
         eight = False
     wanting = [

@@ -35,7 +35,9 @@ class TileSm80:
     why: str
     small: bool | None = None  # only SMs with little shared memory (True), only others (False), or all
     causal: bool | None = None  # only with or without a causal mask; None: both
-    features: int = 4  # only with at most so many of window, softcap, ALiBi and unlike lengths: each takes registers
+    features: int = (
+        4  # only with at most so many of window, softcap, ALiBi and unlike lengths: each takes registers
+    )
     tile_m: int = 128
     tile_n: int = 64
     warps: int = 4
@@ -65,7 +67,9 @@ TILES_SM80: Final = (
         why="32 rows a warp: each fragment of K and V that is read serves two products; S of 64 keys and O leave no "
         "register for more",
     ),
-    TileSm80(columns=128, small=False, tile_n=32, why="S of 64 keys would leave no registers for the features"),
+    TileSm80(
+        columns=128, small=False, tile_n=32, why="S of 64 keys would leave no registers for the features"
+    ),
     TileSm80(
         columns=128,
         small=True,

@@ -15,12 +15,13 @@ from typing import Any, Final
 
 import torch
 
-from cute_attn import cache, dispatch, plan, plan16, tiles
+from cute_attn import cache, dispatch, flash, plan, tiles
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelConfig
 from cute_attn.dispatch import EXACT
-from cute_attn.kernels.config import HEAD_DIMS, Fwd16Config
-from cute_attn.problem import Features, Problem
+from cute_attn.flash_autograd import backward_config
+from cute_attn.kernels.config import HEAD_DIMS, Fwd16Config, Fwd16Sm80Config
+from cute_attn.problem import ARCHS, Features, Problem
 from cute_attn.quantize import Fp8Recipe, resolve_recipe
 
 __all__ = ["SEQLENS", "ModelShapes", "kernels", "model_shapes", "warmup"]
@@ -127,6 +128,7 @@ def kernels(
     *,
     varlen: bool = False,
     backward: bool = False,
+    arch: str = compiler.ARCH,
 ) -> list[KernelConfig]:
     """The kernels that calls of these shapes use, each once.
 
@@ -140,13 +142,15 @@ def kernels(
             queries on average.
         backward: also what training calls, whatever the precisions: the 16-bit forward and its gradients.
 
+        arch: that of Hopper, or one of `SM80_ARCHS`, which has 16-bit kernels alone: they serve every precision.
+
     Raises:
-        TypeError, ValueError: an unknown precision, or shapes for which there is no kernel.
+        TypeError, ValueError: an unknown precision or architecture, or shapes for which there is no kernel.
     """
     found: dict[KernelConfig, None] = {}
     asked = [dispatch.check_options(precision, "auto", "error") for precision in precisions]
     lengths = [(window, *each) for window in shapes.windows for each in _lengths(seqlens, window[0])]
-    eight = {shapes.head_dim, shapes.head_dim_v} <= set(HEAD_DIMS)
+    eight = arch == compiler.ARCH and {shapes.head_dim, shapes.head_dim_v} <= set(HEAD_DIMS)
     for precision in asked:
         if precision != EXACT and eight:
             for window, seqlen, cuts in lengths:
@@ -156,30 +160,24 @@ def kernels(
                 found[chosen.config] = None
     if EXACT in asked or backward or not eight:
         for _, seqlen, cuts in lengths:
-            found[_config16(shapes, seqlen, cuts)] = None
+            found[_config16(shapes, seqlen, cuts, arch)] = None
     if varlen:
         for _, seqlen, cuts in lengths:
-            found[_config16(shapes, seqlen, cuts, varlen=True)] = None
+            found[_config16(shapes, seqlen, cuts, arch, varlen=True)] = None
     if backward:
         for (_, seqlen, cuts), unlike in itertools.product(lengths, (False, True) if varlen else (False,)):
             if seqlen > 1:
-                config = plan16.backward16_config(
-                    shapes.head_dim,
-                    shapes.head_dim_v,
-                    tiles.DTYPE_NAMES[shapes.dtype],
-                    causal=shapes.causal and not cuts,
-                    window=cuts,
-                    softcap=shapes.softcap > 0,
-                    varlen=unlike,
-                )
-                found[config] = None
+                found[backward_config(_config16(shapes, seqlen, cuts, arch, varlen=unlike))] = None
     return list(found)
 
 
-def _config16(shapes: ModelShapes, seqlen: int, cuts: bool, varlen: bool = False) -> Fwd16Config:
+def _config16(
+    shapes: ModelShapes, seqlen: int, cuts: bool, arch: str, varlen: bool = False
+) -> Fwd16Config | Fwd16Sm80Config:
     # One query sees all keys; of sequences of unlike length nobody knows that they have one.
     causal = shapes.causal and (varlen or seqlen > 1)
-    return plan16.forward16_config(
+    return flash.kernel_config(
+        "sm90" if arch == compiler.ARCH else arch,
         shapes.head_dim,
         shapes.head_dim_v,
         tiles.DTYPE_NAMES[shapes.dtype],
@@ -213,6 +211,12 @@ def _problem(
     )
 
 
+def _arch() -> str:
+    """Target of the kernels for torch's current GPU; Hopper's where there is none that has kernels of its own."""
+    there = torch.cuda.is_available() and torch.version.cuda is not None
+    return ARCHS.get(torch.cuda.get_device_capability(), compiler.ARCH) if there else compiler.ARCH
+
+
 def _lengths(seqlens: Sequence[int], left: int) -> Iterator[tuple[int, bool]]:
     """(queries, whether the window hides a key) of calls: few queries may meet few keys or many."""
     for seqlen in seqlens:
@@ -231,7 +235,10 @@ def warmup(
     backward: bool = False,
     jobs: int | None = None,
 ) -> dict[str, float]:
-    """Compile the kernels that a model calls, and load them into this process.
+    """Compile the kernels that a model calls on this machine's GPU, and load them into this process.
+
+    On a GPU of compute capability 8 these are 16-bit kernels, whatever the precisions. Without a GPU they
+    are those of Hopper.
 
     Args:
         model: `ModelShapes`, or what `model_shapes` takes: a model of transformers, its configuration, name or folder.
@@ -250,7 +257,7 @@ def warmup(
         RuntimeError: a kernel did not compile.
     """
     shapes = model if isinstance(model, ModelShapes) else model_shapes(model)
-    configs = kernels(shapes, precisions, seqlens, varlen=varlen, backward=backward)
+    configs = kernels(shapes, precisions, seqlens, varlen=varlen, backward=backward, arch=_arch())
     seconds: dict[str, float] = {}
     if cache.cache_dir() is not None and jobs != 1:
         for config, done in compiler.fill_cache(configs, jobs):

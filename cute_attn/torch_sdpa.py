@@ -64,7 +64,7 @@ def sdpa(
         enable_gqa: allow heads_q to be a multiple of heads_k.
         precision: "bf16" (the 16-bit kernel, exact, in the dtype of the tensors), or the name of a recipe ("accurate",
             "fp8", ...) or an `Fp8Recipe` for the 8-bit kernels.
-        backend: "auto" (the kernels of the GPU at hand, else torch), "sm90" (an error without a Hopper GPU), "sm80" (the
+        backend: "auto" (kernels of the GPU at hand, else torch), "sm90" (an error without a Hopper GPU), "sm80" (the
             16-bit kernel of compute capability 8, which runs on Hopper, too; an error elsewhere) or "emulator" (the
             kernels' stand-ins in torch, on any device).
         fallback: "torch", or "error" to refuse what no kernel takes.

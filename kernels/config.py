@@ -445,7 +445,9 @@ class Fwd16Sm80Config:
     sinks: bool = False
     pack_gqa: int = 1
     varlen: bool = False
-    q_in_regs: int = 0  # of `k_steps`, the first whose fragments of Q stay in registers: others are read in every step
+    q_in_regs: int = (
+        0  # of `k_steps`, the first whose fragments of Q stay in registers: others are read in every step
+    )
     ctas: int = 2  # of an SM at least: bounds the registers
     arch: str = "sm_90a"
 

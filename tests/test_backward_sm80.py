@@ -31,7 +31,9 @@ GROUP, QUAD = LANES // 4, LANES % 4
 def test_every_head_dim_has_a_backward(arch: str) -> None:
     for head_dim, head_dim_v in itertools.product(HEAD_DIMS_16BIT, repeat=2):
         for more in ({}, {"softcap": True}):
-            config = backward16_sm80_config(head_dim, head_dim_v, "bf16", arch=arch, **more)  # which checks it
+            config = backward16_sm80_config(
+                head_dim, head_dim_v, "bf16", arch=arch, **more
+            )  # which checks it
             assert config.arch == arch and config.smem_bytes <= SM80_ARCHS[arch].cta_smem_bytes
             assert config.qk_columns >= head_dim and config.v_columns >= head_dim_v
 

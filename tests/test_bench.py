@@ -159,7 +159,7 @@ def test_timing_without_hopper_is_an_error(
 def test_the_mma_sync_kernel_is_timed_where_it_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = "--dtype bf16 --backend sm80 --providers cute_attn,sdpa_flash".split()
+    words = ["--dtype", "bf16", "--backend", "sm80", "--providers", "cute_attn,sdpa_flash"]
     monkeypatch.setattr(cli, "_device", lambda: (None, "no CUDA GPU is visible to torch"))
     with pytest.raises(SystemExit):
         cli.main(words)

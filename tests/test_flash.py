@@ -502,7 +502,7 @@ def test_the_kernel_has_a_name_before_it_runs(monkeypatch: pytest.MonkeyPatch) -
     q = torch.zeros(2, 300, 4, 64, dtype=torch.bfloat16)
     k = torch.zeros(2, 300, 2, 64, dtype=torch.bfloat16)
     assert cute_attn.flash_attn_kernel(q, k, k, backend="reference") == "reference"
-    with pytest.raises(ValueError, match="compute capability 8.0 to 8.9 or 9.x"):
+    with pytest.raises(ValueError, match=r"compute capability 8\.0 to 8\.9 or 9\.x"):
         cute_attn.flash_attn_kernel(q, k, k)
     monkeypatch.setattr("cute_attn.flash.device_capability", lambda device: (9, 0))
     want = forward16_config(64, 64, "bf16", causal=True, softcap=True, group=2, seqlen_q=300)

@@ -240,7 +240,9 @@ def test_strided_views(backend: str) -> None:
         x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)
     )  # (batch, heads, seqlen, dim)
     check(flash_attn_func(q, k, v, **more), q, k, v)
-    odd = torch.randn(2, 300, 4, 67, device=DEVICE).to(BF16)[..., 3:]  # neither address nor strides for a kernel
+    odd = torch.randn(2, 300, 4, 67, device=DEVICE).to(BF16)[
+        ..., 3:
+    ]  # neither address nor strides for a kernel
     check(flash_attn_func(odd, odd, odd, **more), odd, odd, odd)
     shared = k[:1].expand(2, -1, -1, -1)
     check(flash_attn_func(q, shared, shared, **more), q, shared, shared)

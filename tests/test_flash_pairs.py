@@ -123,7 +123,9 @@ def test_every_case_has_a_kernel(capability: tuple[int, int], monkeypatch: pytes
         made = flash_attn_explain(*tensors, **options)
         assert made.config is not None
         kernels.add(made.kernel)
-        odd = ("odd rows", "one batch entry") if capability[0] == 9 else ("odd rows",)  # TMA takes no stride 0
+        odd = (
+            ("odd rows", "one batch entry") if capability[0] == 9 else ("odd rows",)
+        )  # TMA takes no stride 0
         assert made.problem.copied == (("q", "k", "v") if case["layout"] in odd else ())
     marks = ["_causal", "_full", "_window", "_softcap", "_alibi", "_sinks", "_g2", "_g4", "fp16"]
     for mark in [*marks, "_x2" if capability[0] == 9 else "_c2"]:

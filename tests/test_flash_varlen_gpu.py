@@ -134,7 +134,13 @@ OTHERS = [
 ]
 MMA_SYNC = [
     kernel_config("sm_90a", d, d_v, "bf16", causal=causal, varlen=True)
-    for d, d_v, causal in ((64, 64, True), (64, 64, False), (192, 128, False), (256, 256, True), (40, 72, True))
+    for d, d_v, causal in (
+        (64, 64, True),
+        (64, 64, False),
+        (192, 128, False),
+        (256, 256, True),
+        (40, 72, True),
+    )
 ]
 
 

@@ -101,7 +101,7 @@ def test_impossible_configurations(changed: dict[str, Any], message: str) -> Non
 
 
 def test_an_architecture_must_be_known() -> None:
-    with pytest.raises(ValueError, match="arch must be one of .*, got 'sm_75'"):
+    with pytest.raises(ValueError, match=r"arch must be one of .*, got 'sm_75'"):
         forward16_sm80_config(64, 64, "bf16", arch="sm_75")
 
 
@@ -138,7 +138,9 @@ def test_explain(arch: str) -> None:
     text = " ".join(str(made).split())
     want = forward16_sm80_config(128, 128, "bf16", arch=arch, causal=True, group=4, seqlen_q=5)
     assert (made.backend, made.kernel, made.config) == ("sm80", want.name, want)
-    assert want.name.startswith("fwd_sm80_bf16" if arch == "sm_80" else f"fwd_sm80_on_{arch[:5].replace('_', '')}")
+    assert want.name.startswith(
+        "fwd_sm80_bf16" if arch == "sm_80" else f"fwd_sm80_on_{arch[:5].replace('_', '')}"
+    )
     for part in (
         f"{want.tile_m} queries x {want.tile_n} keys, {want.kv_stages} K/V stages, 4 warps of "
         f"{16 * want.m_tiles} rows, 2 CTAs an SM; rows of 4 query heads packed",
@@ -168,8 +170,10 @@ def test_the_hopper_kernel_needs_hopper(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_rows_far_apart_are_copied() -> None:
-    near, far = (torch.empty(1, 2, 1, 64, device="meta", dtype=BF16).as_strided((1, 2, 1, 64), (0, n, n, 1))
-                 for n in (2**25 - 8, 2**25))
+    near, far = (
+        torch.empty(1, 2, 1, 64, device="meta", dtype=BF16).as_strided((1, 2, 1, 64), (0, n, n, 1))
+        for n in (2**25 - 8, 2**25)
+    )
     assert flash.all_loadable(far, near, far, "sm_80") == (True, True, False)
 
 
@@ -180,7 +184,11 @@ def test_choice(arch: str) -> None:
     """A recipe of 8 bits is left for 16 bits, and the reason says so; gradients change nothing."""
     q, k, v = tensors()
     chosen = dispatch.choose(q, k, v, precision="bf16", backend="sm80")
-    assert chosen == (forward16_sm80_config(128, 128, "bf16", arch=arch, group=4, seqlen_q=300).name, "bf16", None)
+    assert chosen == (
+        forward16_sm80_config(128, 128, "bf16", arch=arch, group=4, seqlen_q=300).name,
+        "bf16",
+        None,
+    )
     chosen = dispatch.choose(q, k, v, precision="accurate", backend="sm80")
     assert "sm80" in chosen.kernel and chosen.precision == "bf16"
     assert chosen.reason is not None and chosen.reason.startswith("the 8-bit kernels need a Hopper GPU")
@@ -228,7 +236,9 @@ def places(tile: HostTile) -> dict[int, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize(("rows", "threads"), [(128, 128), (64, 128), (96, 128), (128, 256), (64, 256), (32, 128)])
+@pytest.mark.parametrize(
+    ("rows", "threads"), [(128, 128), (64, 128), (96, 128), (128, 256), (64, 256), (32, 128)]
+)
 @pytest.mark.parametrize("columns", [32, 40, 64, 72, 96, 128, 136, 256])
 def test_addresses(columns: int, rows: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies fill the tile once; ldmatrix and the stores of O find what the mma's fragments want, without conflicts."""
@@ -270,7 +280,9 @@ def figures() -> Iterator[Callable[[Fwd16Sm80Config], KernelFigures]]:
 
 
 @pytest.mark.parametrize("config", SAMPLE, ids=lambda config: config.name)
-def test_compiled_kernel(config: Fwd16Sm80Config, figures: Callable[[Fwd16Sm80Config], KernelFigures]) -> None:
+def test_compiled_kernel(
+    config: Fwd16Sm80Config, figures: Callable[[Fwd16Sm80Config], KernelFigures]
+) -> None:
     found = figures(config)
     assert found.name == config.name
     no_spills(found)

@@ -155,8 +155,8 @@ def key_tile(slot: Int32, head_k: Int32, tile_n: cutlass.Constexpr, lengths):
     """Key tile of a slot, by whole warps: (place, stored).
 
     lengths is (cu_seqlens_q, cu_seqlens_k, seqused_k, whether that counts), place (key tile of the sequence, head of K,
-    sequence, first row in q, seqlen_q, first key in k, seqlen_k). stored is how many keys the sequence has from the tile
-    on, 0 where the slot has no tile, whether they count or not.
+    sequence, first row in q, seqlen_q, first key in k, seqlen_k). stored is how many keys the sequence has from the
+    tile on, 0 where the slot has no tile, whether they count or not.
     """
     cu_q, cu_k, used_k, has_used = lengths
     sequence, key, stored = block_of_slot(slot, cu_k, slot_shift(tile_n))

@@ -88,7 +88,22 @@ class Bwd16Sm80Main:
         if const_expr(self.cfg.varlen):
             n_blocks = slots_of(k.shape[1], lengths[1], self.cfg.tile_n)
         self.kernel(
-            q, k, v, dout, lse2, d_rows, dq_sum, dk, dv, slopes, turns, scoring, softmax_scale, n_blocks, turn, lengths
+            q,
+            k,
+            v,
+            dout,
+            lse2,
+            d_rows,
+            dq_sum,
+            dk,
+            dv,
+            slopes,
+            turns,
+            scoring,
+            softmax_scale,
+            n_blocks,
+            turn,
+            lengths,
         ).launch(
             grid=[n_blocks * k.shape[2] * k.shape[0], 1, 1],
             block=[self.cfg.threads, 1, 1],
@@ -160,7 +175,11 @@ class Bwd16Sm80Main:
         warp = cute.arch.make_warp_uniform(tid >> 5)
         group = m_q.shape[2] // m_k.shape[2]
         first_head, end_head = head_k * group, head_k * group + group
-        visited, entry, slot = seqlen_q, batch, Int32(0)  # of queries; entry of the batch; first slot of the sequence
+        visited, entry, slot = (
+            seqlen_q,
+            batch,
+            Int32(0),
+        )  # of queries; entry of the batch; first slot of the sequence
         if const_expr(cfg.varlen):
             # a tile of keys that do not count is seen by none
             visited = seqlen_q if n_block * cfg.tile_n < seqlen_k else Int32(0)

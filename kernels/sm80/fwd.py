@@ -442,7 +442,9 @@ class Fwd16bitSm80:
                 step, pair = items[item + AHEAD_Q]
                 if pair == 0:
                     a[step] = [
-                        work.q[None, step, mt] if step < cfg.q_in_regs else self.q.load_a(q_near, step, 16 * mt)
+                        work.q[None, step, mt]
+                        if step < cfg.q_in_regs
+                        else self.q.load_a(q_near, step, 16 * mt)
                         for mt in range(cfg.m_tiles)
                     ]
             if item + AHEAD < len(items):
