@@ -44,6 +44,7 @@ class Shared(NamedTuple):
     ds: Int32
     lse2: Int32
     d_rows: Int32
+    key_tile: Int32
 
 
 class Scoring(NamedTuple):
@@ -95,6 +96,15 @@ def add_to_memory(address: Int64, offset: int, value: Float32) -> None:
 def store_word(address: Int32, word: Uint32) -> None:
     """A word to shared memory."""
     cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+def load_words(address: Int32) -> tuple:
+    """Four integers from shared memory, at a multiple of 16 bytes."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
 
 
 def load_float(address: Int32) -> Float32:
@@ -296,20 +306,17 @@ class BwdStep:
         depth = cfg.v_columns // 16
         tiles = [(n, m) for n in range(2 * columns) for m in range(rows)]
 
-        def exponentiate(step: int, steps: int = depth) -> None:
-            for n, m in tiles[len(tiles) * step // steps : len(tiles) * (step + 1) // steps]:
+        def exponentiate(step: int) -> None:
+            for n, m in tiles[len(tiles) * step // depth : len(tiles) * (step + 1) // depth]:
                 target = self.score_target(shared.p, lane, n, m)
                 self.probabilities(masking, n, m, s, target, lse2, place, scoring, slope)
-
-        if const_expr(not cfg.overlap):
-            exponentiate(0, 1)
 
         self.product(
             dp,
             self.along_rows(self.v, do, lane.s_do, rows, s_rows),
             self.along_rows(self.v, shared.v, lane.s_v, columns, s_columns),
             depth,
-            exponentiate if const_expr(cfg.overlap) else None,
+            exponentiate,
         )
         d_rows = self.row_values(shared.d_rows + stages[1] * (cfg.tile_m * 4), lane)
         self.score_gradients(s, dp, d_rows, shared.ds, lane)
