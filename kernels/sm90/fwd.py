@@ -460,8 +460,7 @@ class FwdSm90:
         row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
         side = self.side_of(of_all, batch, first_row, seqlen_q, first_key, seqlen_k)
         if cutlass.const_expr(cfg.varlen):
-            cute.arch.sync_warp()  # the warp: every lane has read the place, and one may say so
-            if cute.arch.lane_idx() == 0:
+            if cute.arch.lane_idx() == 0:  # it alone has read the place, for the warp
                 pipes[3].consumer_release(at)  # to the producer, which writes the place after next there
             g_o = self.rows_from(m_o, head, m_block, first_row, seqlen_q)
             g_lse = cute.domain_offset((first_row, 0), m_lse[None, None, 0])
@@ -489,9 +488,12 @@ class FwdSm90:
         where  (arguments of `unit_coord`, seqlen_q, seqlen_k), or that ring
         """
         if cutlass.const_expr(self.cfg.varlen):
+            # by the lane that gives the place back, so that no other's reads have to come before that
             words = cute.make_rmem_tensor(PLACE, Int32)
-            cute.autovec_copy(where[None, at], words)
-            found = tuple([cute.arch.make_warp_uniform(words[i]) for i in range(7)])
+            words.fill(0)
+            if cute.arch.lane_idx() == 0:
+                cute.autovec_copy(where[None, at], words)
+            found = tuple([cute.arch.make_warp_uniform(cute.arch.shuffle_sync(words[i], 0)) for i in range(7)])
         else:
             order, seqlen_q, seqlen_k = where
             found = (*self.tile(at, order), Int32(0), seqlen_q, Int32(0), seqlen_k)
