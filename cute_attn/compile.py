@@ -118,7 +118,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
         entry, args = _append_arguments(config, wide, scalars)
         arch = config.arch
     elif isinstance(config, Fwd16Config):
-        from cute_attn.kernels.sm90.fwd import Fwd16bitSm90, Fwd16bitVarlenSm90
+        from cute_attn.kernels.sm90.fwd_16bit import Fwd16bitSm90, Fwd16bitVarlenSm90
 
         element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
         entry = Fwd16bitSm90(config)
@@ -184,7 +184,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
         ]
     elif isinstance(config, FwdConfig):
         from cute_attn.kernels.entry import FwdEntry, FwdVarlenEntry
-        from cute_attn.kernels.sm90.fwd import Fwd8bitSm90, Fwd8bitVarlenSm90
+        from cute_attn.kernels.sm90.fwd_8bit import Fwd8bitSm90, Fwd8bitVarlenSm90
 
         out = cutlass.BFloat16 if config.out_dtype == "bf16" else cutlass.Float16
         entry = FwdEntry(Fwd8bitSm90(config), config)

@@ -64,7 +64,6 @@ from ..common.varlen import (
     STAGES,
     find_sequence,
     first_slot,
-    one_batch,
     place_ring,
     put_place,
     ragged,
@@ -74,9 +73,9 @@ from ..common.varlen import (
     take_unit,
     unit_of_sequence,
 )
-from ..config import K_SCALE_GROUP, V_SCALE_GROUP, Fwd16Config, FwdConfig
-from .mainloop import V_SCALE_SHIFT, Barrier, Mainloop, Mainloop8bit, Mainloop16bit
-from .operands import ELEMENTS, row_major_atom
+from ..config import V_SCALE_GROUP, Fwd16Config, FwdConfig
+from .mainloop import V_SCALE_SHIFT, Barrier, Mainloop
+from .operands import ELEMENTS, heads_last, row_major_atom
 from .policy_16bit import Policy16bit
 from .policy_fp8 import Fp8Policy
 
@@ -89,9 +88,8 @@ class FwdSm90:
         self.policy = policy
         self.mainloop = mainloop
         self.out_type = ELEMENTS[cfg.out_dtype]
-        self.early = isinstance(
-            cfg, FwdConfig
-        )  # the grid comes up under the end of the one before, the quantiser's
+        # the grid comes up under the end of the one before, the quantiser's
+        self.early = isinstance(cfg, FwdConfig)
 
     # -- host -------------------------------------------------------------------------------------------------
 
@@ -493,7 +491,9 @@ class FwdSm90:
             words.fill(0)
             if cute.arch.lane_idx() == 0:
                 cute.autovec_copy(where[None, at], words)
-            found = tuple([cute.arch.make_warp_uniform(cute.arch.shuffle_sync(words[i], 0)) for i in range(7)])
+            found = tuple(
+                [cute.arch.make_warp_uniform(cute.arch.shuffle_sync(words[i], 0)) for i in range(7)]
+            )
         else:
             order, seqlen_q, seqlen_k = where
             found = (*self.tile(at, order), Int32(0), seqlen_q, Int32(0), seqlen_k)
@@ -631,168 +631,3 @@ class FwdSm90:
                 )
                 cute.copy(atom_o, t_s, t_g)
             cute.arch.cp_async_bulk_commit_group()
-
-
-class Fwd8bitSm90(FwdSm90):
-    """One 8-bit configuration. Call it inside `cute.compile` with (fake) tensors."""
-
-    def __init__(self, cfg: FwdConfig):
-        cfg.check()
-        policy = Fp8Policy(cfg)
-        super().__init__(cfg, policy, Mainloop8bit(cfg, policy))
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        vt: cute.Tensor,
-        q_scale: cute.Tensor,
-        k_scale: cute.Tensor,
-        v_scale: cute.Tensor,
-        lse_add: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor,
-        softmax_scale: Float32,
-        softmax_scale_log2: Float32,
-        sms: Int32,
-        turn: Int32,
-        slopes,
-        sinks,
-        softcap_factor,
-        window_left,
-        window_right,
-        stream,
-    ):
-        """Arguments from slopes on are None where the configuration has no use for them."""
-        vt = cute.make_tensor(vt.iterator, cute.select(vt.layout, [2, 3, 1, 0]))  # (d, s, h, b)
-        side = (*[heads_last(t) for t in (q_scale, k_scale, v_scale, lse_add)], softmax_scale)
-        side = (*side, slopes, sinks, softcap_factor, window_left, window_right)
-        self.launch(q, k, vt, side, o, lse, softmax_scale_log2, sms, turn, stream)
-
-
-class Fwd8bitVarlenSm90(Fwd8bitSm90):
-    """One 8-bit configuration for sequences of unlike length. Call it inside `cute.compile` with (fake) tensors."""
-
-    @cute.jit
-    def __call__(
-        self,
-        # with a mode of one batch, of stride 0, in front of all that has one in `Fwd8bitSm90`
-        q: cute.Tensor,
-        k: cute.Tensor,
-        vt: cute.Tensor,  # (1, heads_k, head_dim_v, slots of 256 keys), see common/varlen.py for slots
-        q_scale: cute.Tensor,
-        k_scale: cute.Tensor,  # (1, heads_k, slots of 256 keys, in each 4 scales)
-        v_scale: cute.Tensor,  # (1, heads_k, slots of 256 keys)
-        lse_add: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor,
-        cu_seqlens_q: cute.Tensor,
-        cu_seqlens_k: cute.Tensor,
-        counter: cute.Tensor,
-        softmax_scale: Float32,
-        softmax_scale_log2: Float32,
-        sms: Int32,
-        keys_in_turn: Int32,
-        slopes,
-        sinks,
-        softcap_factor,
-        window_left,
-        window_right,
-        stream,
-    ):
-        vt = cute.make_tensor(vt.iterator, cute.select(vt.layout, [2, 3, 1, 0]))  # (d, s, h, b)
-        side = (*[heads_last(t) for t in (q_scale, k_scale, v_scale, lse_add)], softmax_scale)
-        side = (*side, slopes, sinks, softcap_factor, window_left, window_right)
-        lengths = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k, Int32(0), counter, keys_in_turn)
-        self.launch(q, k, vt, side, o, lse, softmax_scale_log2, sms, Int32(1), stream, lengths)
-
-    @cute.jit
-    def side_of(
-        self, side, batch: Int32, first_row: Int32, seqlen_q: Int32, first_key: Int32, seqlen_k: Int32
-    ):
-        q_scale, k_scale, v_scale, lse_add = side[:4]
-        slot = first_slot(first_key, batch, V_SCALE_SHIFT)
-        groups = (seqlen_k + (K_SCALE_GROUP - 1)) // K_SCALE_GROUP
-        return (
-            rows_between(q_scale, first_row, seqlen_q),
-            rows_between(k_scale, slot * (V_SCALE_GROUP // K_SCALE_GROUP), groups),
-            rows_between(v_scale, slot, v_scale.shape[0] - slot),
-            rows_between(lse_add, first_row, seqlen_q),
-            *side[4:],
-        )
-
-
-class Fwd16bitSm90(FwdSm90):
-    """One 16-bit configuration. Call it inside `cute.compile` with (fake) tensors."""
-
-    def __init__(self, cfg: Fwd16Config):
-        cfg.check()
-        policy = Policy16bit(cfg)
-        super().__init__(cfg, policy, Mainloop16bit(cfg, policy))
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor,
-        slopes: cute.Tensor,
-        sinks: cute.Tensor,
-        softmax_scale_log2: Float32,
-        softcap_factor: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        sms: Int32,
-        turn: Int32,
-        stream,
-    ):
-        side = (slopes, sinks, softcap_factor, window_left, window_right)
-        v = cute.make_tensor(v.iterator, cute.select(v.layout, [3, 1, 2, 0]))  # (d, s, h, b)
-        self.launch(q, k, v, side, o, lse, softmax_scale_log2, sms, turn, stream)
-
-
-class Fwd16bitVarlenSm90(Fwd16bitSm90):
-    """One 16-bit configuration for sequences of unlike length. Call it inside `cute.compile` with (fake) tensors."""
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,  # (rows, heads_q, head_dim)
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor,  # (heads_q, rows)
-        slopes: cute.Tensor,
-        sinks: cute.Tensor,
-        cu_seqlens_q: cute.Tensor,
-        cu_seqlens_k: cute.Tensor,
-        seqused_k: cute.Tensor,  # (batch,), or anything where has_used is 0
-        counter: cute.Tensor,
-        softmax_scale_log2: Float32,
-        softcap_factor: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        has_used: Int32,
-        sms: Int32,
-        keys_in_turn: Int32,  # under a causal mask, keys of all heads whose tiles are mixed in the order of work
-        stream,
-    ):
-        side = (slopes, sinks, softcap_factor, window_left, window_right)
-        q, k, v, o, lse = one_batch(q), one_batch(k), one_batch(v), one_batch(o), one_batch(lse)
-        v = cute.make_tensor(v.iterator, cute.select(v.layout, [3, 1, 2, 0]))  # (d, s, h, b)
-        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, has_used, counter, keys_in_turn)
-        self.launch(q, k, v, side, o, lse, softmax_scale_log2, sms, Int32(1), stream, lengths)
-
-
-def rows_between(x: cute.Tensor, first: Int32, rows: Int32) -> cute.Tensor:
-    """`rows` rows of (rows, heads, batch) from row `first` on."""
-    start = cute.domain_offset((first, 0, 0), x).iterator
-    return cute.make_tensor(start, cute.make_layout((rows, *x.shape[1:]), stride=x.stride))
-
-
-def heads_last(x: cute.Tensor) -> cute.Tensor:
-    """(batch, heads, rows) -> (rows, heads, batch)."""
-    return cute.make_tensor(x.iterator, cute.select(x.layout, [2, 1, 0]))
