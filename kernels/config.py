@@ -225,8 +225,8 @@ class FwdConfig(_Forward):
         return swizzle_columns(self.head_dim_v, 2)
 
     @property
-    def o_in_q(self) -> bool:
-        """O is not staged where Q was: there is room for both."""
+    def o_direct(self) -> bool:
+        """O is staged: there is room for it."""
         return False
 
     @property
@@ -331,18 +331,12 @@ class Fwd16Config(_Forward):
     @property
     def o_box(self) -> int:
         """Columns of one TMA box of O."""
-        return swizzle_columns(self.head_dim_padded if self.o_in_q else self.v_columns, 2)
+        return swizzle_columns(self.v_columns, 2)
 
     @property
-    def o_in_q(self) -> bool:
-        """O is staged where this tile's Q was, as there is no room for both: the next tile's Q comes late."""
+    def o_direct(self) -> bool:
+        """O goes to memory from registers, as shared memory has no room for it."""
         return self._tiles(1) > SMEM_LIMIT
-
-    @property
-    def o_fits_q(self) -> bool:
-        """Whether O has a place: its own, or that of Q, where swizzle rows must be the same."""
-        atom = swizzle_columns(self.head_dim_padded, 2)
-        return not self.o_in_q or (self.v_columns <= self.head_dim_padded and self.v_columns % atom == 0)
 
     @property
     def name(self) -> str:
@@ -369,7 +363,7 @@ class Fwd16Config(_Forward):
 
     def _smem_bytes(self, q_stages: int) -> int:
         """1 KiB of barriers and alignment, Q, K ring, V ring, O."""
-        return self._tiles(q_stages) - (self.tile_m * self.v_columns * 2 if self.o_in_q else 0)
+        return self._tiles(q_stages) - (self.tile_m * self.v_columns * 2 if self.o_direct else 0)
 
     def check(self) -> None:
         """Raise ValueError where the configuration cannot be built; the message names the limit."""
@@ -381,11 +375,6 @@ class Fwd16Config(_Forward):
         if self.dtype not in ("bf16", "fp16"):
             raise ValueError(f"dtype must be 'bf16' or 'fp16', got {self.dtype!r}")
         self._check_varlen()
-        if not self.o_fits_q:
-            raise ValueError(
-                f"shared memory {self._tiles(1)} bytes exceeds {SMEM_LIMIT}, and O of head_dim_v {self.head_dim_v} "
-                f"does not fit where Q of head_dim {self.head_dim} was"
-            )
         self._check_cta()
 
 

@@ -373,7 +373,7 @@ def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sample_of_kernels_has_each_feature() -> None:
     configs = plan16.all_forward16_configs()
     assert len(set(configs)) == len(configs) == len({config.name for config in configs})
-    for feature in ("causal", "window", "softcap", "alibi", "sinks", "o_in_q"):
+    for feature in ("causal", "window", "softcap", "alibi", "sinks", "o_direct"):
         assert {getattr(config, feature) for config in configs} == {False, True}
 
 
