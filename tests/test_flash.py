@@ -356,7 +356,7 @@ def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "one query row sees every key: the mask hides nothing" in explained(2, 1, causal=True)[1]
     assert "every query sees every key" in explained(window_size=(7, 5))[1]
     assert "a pass over q" in explained(softmax_scale=-1.0)[1]
-    assert "keys a step, as shared memory does not hold" in explained(1, 9, 9, 2, 2, 136, 168)[1]
+    assert "O goes to memory from registers" in explained(1, 9, 9, 2, 2, 136, 256)[1]
     empty, text = explained(2, 5, 0)
     assert (empty.kernel, empty.work_tiles, empty.smem_bytes) == ("reference", 0, 0)
     assert "nothing is launched: there are no keys" in text
