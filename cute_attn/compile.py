@@ -44,6 +44,7 @@ from cute_attn.kernels.config import (
     Fwd16Config,
     FwdConfig,
     QuantizeConfig,
+    UnpackConfig,
 )
 from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import PRESETS
@@ -60,7 +61,7 @@ __all__ = [
     "main",
 ]
 
-KernelConfig = FwdConfig | Fwd16Config | Bwd16Config | QuantizeConfig | DecodeConfig | AppendConfig
+KernelConfig = FwdConfig | Fwd16Config | Bwd16Config | QuantizeConfig | DecodeConfig | AppendConfig | UnpackConfig
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
 # Above -O1 the assembler moves the loads of the quantiser's loops up until it has to spill their counters, and puts
@@ -116,6 +117,9 @@ def build(config: KernelConfig, options: str = "") -> Any:
         options = f"{LESS_MOTION} {options}" if config.crowded else options
     elif isinstance(config, AppendConfig):
         entry, args = _append_arguments(config, wide, scalars)
+        arch = config.arch
+    elif isinstance(config, UnpackConfig):
+        entry, args = _unpack_arguments(config, wide, scalars)
         arch = config.arch
     elif isinstance(config, Fwd16Config):
         from cute_attn.kernels.sm90.fwd import Fwd16bitSm90, Fwd16bitVarlenSm90
@@ -279,7 +283,7 @@ def _decode_arguments(
     ]
     paged = config.paging != "none"
     args = [
-        wide(element, batch, seqlen_q, heads_q, d),
+        wide(cached if config.query == "e4m3" else element, batch, seqlen_q, heads_q, d),
         wide(cached, sequences, slots, heads_k, d),
         wide(cached, sequences, slots, heads_k, d_v),
         wide(element, batch, seqlen_q, heads_q, d_v),
@@ -292,6 +296,7 @@ def _decode_arguments(
         None if scales is None else scalars(*scales),
         scalars(batch, heads_q) if config.alibi else None,
         scalars(heads_q) if config.sinks else None,
+        scalars(batch, heads_k) if config.query == "e4m3" else None,
         cutlass.Int64(0),
         cutlass.Int32(1),
         cutlass.Float32(1.0),
@@ -338,6 +343,40 @@ def _append_arguments(
         cutlass.Int32(1),
     ]
     return Append(config), args
+
+
+def _unpack_arguments(
+    config: UnpackConfig, wide: Callable[..., Any], scalars: Callable[..., Any]
+) -> tuple[Any, list[Any]]:
+    """Likewise of a kernel that makes rows of a cache."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from cute_attn.kernels.any.vectors import IN_TYPES
+    from cute_attn.kernels.decode.unpack import Unpack
+
+    element = IN_TYPES[config.dtype]
+    cached = cutlass.Float8E4M3FN if config.cache == "e4m3" else element
+    batch, heads_k, sequences, slots, rows = (cute.sym_int32() for _ in range(5))
+    scales: Any = {"none": None, "head": (batch, heads_k), "token": (sequences, slots, heads_k)}[
+        config.scales
+    ]
+    args = [
+        wide(cached, sequences, slots, heads_k, config.head_dim) if config.copy else None,
+        wide(cached, sequences, slots, heads_k, config.head_dim_v) if config.copy else None,
+        wide(element, rows, heads_k, config.head_dim) if config.copy else None,
+        wide(element, rows, heads_k, config.head_dim_v) if config.copy else None,
+        _int32(3, cute.sym_int32()),
+        _int32(batch),
+        _int32(batch) if config.batch_idx else None,
+        _int32(batch) if config.leftpad else None,
+        _int32(batch, cute.sym_int32()) if config.paged else None,
+        None if scales is None else scalars(*scales),
+        None if scales is None else scalars(*scales),
+        scalars(batch, heads_k) if config.query_scale else None,
+        *(cutlass.Int32(1) for _ in range(6)),
+    ]
+    return Unpack(config), args
 
 
 def _int32(*shape: Any) -> Any:
