@@ -22,10 +22,10 @@ other warps only at the end of a piece. So the loop has no barrier but the warp'
 
 Slots outside of [first, end) of `Splits.key_range` are not read: NaN there never meets a product.
 
-16-bit caches: operands as they lie. e4m3: codes become fp16 in registers, exactly, and all products are fp16. A 16-bit Q
-is rounded to fp16 with a power of two for each row that brings its largest element below 2^15, codes of an e4m3 Q become
-fp16 as those of K do; scales of K and Q multiply scores. A scale of V for each token multiplies P, over a power of two R at least as large as all scales so far, so that
-P does not leave fp16; O counts in units of R.
+16-bit caches: operands as they lie. e4m3: codes become fp16 in registers, exactly, and all products are fp16. A 16-bit
+Q is rounded to fp16 with a power of two for each row that brings its largest element below 2^15; codes of an e4m3 Q
+become fp16 as those of K do. Scales of K and of an e4m3 Q multiply scores. A scale of V for each token multiplies P,
+over a power of two R at least as large as all scales so far, so that P does not leave fp16; O counts in units of R.
 
 What a CTA does, and where it stands: it finds its pieces of work (`Decode.kernel`, split.py). Of each it loads Q
 (queries.py), fetches K and V step by step (loads.py) and computes (step.py). At the end it adds up what its warps have

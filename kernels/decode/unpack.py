@@ -12,8 +12,8 @@ Tensors of the cache as in attend.py, and
 Sequence b has slots first to end - 1 of `Splits.key_range`; no other is read. With `copy` slot `first` goes to row
 b * stride. Without, the cache itself is the rows, slot s of sequence i of it being row i * stride + s.
 
-A chunk of `tile_keys` slots of one sequence is a tile of split.py. CTAs take K's or V's chunks in turn, so that all have
-about as many bytes whatever the lengths are. A thread takes pieces of eight elements, and has AHEAD of them under way.
+A chunk of `tile_keys` slots of one sequence is a tile of split.py. CTAs take K's or V's chunks in turn, so that all
+have about as many bytes whatever the lengths are. A thread takes pieces of eight elements, AHEAD of them at a time.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ class Unpack:
         """A sequence a thread, in turn; one CTA."""
         tid, _, _ = cute.arch.thread_idx()
         for b in cutlass.range(tid, lengths.batch + 1, THREADS, unroll=1):
-            row, rows = Int32(0), Int32(0)  # of what ends the last sequence: the forward reads, but does not use them
+            row, rows = (
+                Int32(0),
+                Int32(0),
+            )  # of what ends the last sequence: the forward reads, but does not use them
             if b < lengths.batch:
                 first, end = self.splits.key_range(lengths, b)
                 rows = cutlass.max(end - first, 0)
@@ -125,7 +128,10 @@ class Unpack:
         m_x, m_rows, m_scale, m_factor = of_x
         b, sequence, m_table, row0 = where
         tid, _, _ = cute.arch.thread_idx()
-        count, words = columns // WIDTH, WIDTH * m_x.element_type.width // 32  # pieces of a row, words of a piece
+        count, words = (
+            columns // WIDTH,
+            WIDTH * m_x.element_type.width // 32,
+        )  # pieces of a row, words of a piece
         of_slot = m_x.shape[2] * count
         pieces = cutlass.max(slots[1] - slots[0], 0) * of_slot
         for begin in cutlass.range(tid, pieces, THREADS * AHEAD, unroll=1):
@@ -133,7 +139,9 @@ class Unpack:
             scale = cute.make_rmem_tensor(AHEAD, Float32)
             target = cute.make_rmem_tensor(AHEAD, Int64)
             for i in cutlass.range_constexpr(AHEAD):
-                index = cutlass.min(begin + THREADS * i, pieces - 1)  # past the end the last piece, which is not stored
+                index = cutlass.min(
+                    begin + THREADS * i, pieces - 1
+                )  # past the end the last piece, which is not stored
                 slot = slots[0] + index // of_slot
                 rest = index % of_slot
                 head, column = rest // count, rest % count * WIDTH
