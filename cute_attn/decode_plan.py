@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cute_attn.kernels.config import DECODE_KEYS, REGISTERS_PER_SM, SMEM_LIMIT, AppendConfig, DecodeConfig
+from cute_attn.kernels.config import (
+    DECODE_KEYS,
+    REGISTERS_PER_SM,
+    SMEM_LIMIT,
+    AppendConfig,
+    DecodeConfig,
+    UnpackConfig,
+)
 
 SMEM_PER_SM: Final = {
     "sm_80": 164 << 10,
@@ -148,7 +155,7 @@ def shares(
     return Shares(ctas, 0, LEAST_TILES, 2 * ctas, heads_in_step(config, heads_k))
 
 
-def all_decode_configs() -> list[DecodeConfig | AppendConfig]:
+def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:
     """A sample of the kernels for ahead-of-use compilation and tests: the common ones, and those short of registers."""
     everything: dict[str, Any] = dict.fromkeys(("row_ends", "softcap", "alibi", "sinks", "leftpad"), True)
     token: dict[str, Any] = {"cache": "e4m3", "scales": "token"}
@@ -161,6 +168,7 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig]:
         decode_config(128, 128, "fp16", rows=4, batch_idx=True, cache="e4m3", scales="head"),
         decode_config(128, 128, "bf16", rows=8, **token),
         decode_config(256, 256, "bf16", rows=8, page_size=1, **token, **everything),
+        decode_config(256, 256, "bf16", rows=8, page_size=1, query="e4m3", **token, **everything),
         decode_config(256, 256, "bf16", rows=8, page_size=16, **everything),
         decode_config(256, 256, "bf16", rows=16, page_size=1, **everything),
         decode_config(64, 64, "bf16", rows=64, **token, **everything),
@@ -176,7 +184,12 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig]:
         AppendConfig(96, 96, "bf16", cache="e4m3", scales="head", rotate=True, keys=False, queries=True),
         AppendConfig(128, 128, "bf16", rotary="half", queries=True, arch="sm_80"),
     ]
-    return [*attend, *append]
+    unpack = [
+        UnpackConfig(128, 128, "bf16", paged=True),
+        UnpackConfig(128, 64, "bf16", **token, paged=True, query_scale=True, leftpad=True),
+        UnpackConfig(128, 128, "bf16", copy=False, leftpad=True, batch_idx=True),
+    ]
+    return [*attend, *append, *unpack]
 
 
 # ------------------------------------------------------------------------------------------------------------
