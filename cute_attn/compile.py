@@ -8,9 +8,9 @@ disk cache (see `cute_attn.cache`), else the compiler. `inspect` says what the c
 DSL, half a second of import, is imported only where a kernel is not in memory.
 
     python -m cute_attn.compile [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES] [--mask NAMES] [--features NAMES]
-        [--pack-gqa GROUPS] [--varlen] [--backward] [--jobs N]
+        [--pack-gqa GROUPS] [--varlen] [--backward] [--cache FORMS] [--jobs N]
     python -m cute_attn.compile --model NAME_OR_FOLDER [--recipe NAMES] [--seqlen LENGTHS] [--varlen] [--backward]
-        [--jobs N]
+        [--cache FORMS] [--jobs N]
 
 fills the disk cache ahead of use, also on a machine without a GPU, for example while an image is built. The second form
 compiles what a model of transformers calls; `cute_attn.warmup` does the same from Python.
@@ -589,6 +589,27 @@ def _chosen16(
     return list(configs)
 
 
+def _chosen_decode(
+    head_dims: Sequence[tuple[int, int]],
+    dtypes: Sequence[str],
+    features: Sequence[frozenset[str]],
+    groups: Sequence[int],
+    caches: Sequence[str],
+) -> list[KernelConfig]:
+    """Kernels for one query of each of these groups of heads against caches of these forms (`decode_plan.FORMS`), and
+    those that append to them."""
+    configs: dict[KernelConfig, None] = {}
+    for (head_dim, head_dim_v), dtype, form in itertools.product(head_dims, dtypes, caches):
+        options: dict[str, Any] = decode_plan.FORMS[form]
+        for chosen, group in itertools.product(features, groups):
+            given = options | dict.fromkeys(chosen, True)
+            config = decode_plan.decode_config(head_dim, head_dim_v, dtype, rows=group, **given)
+            configs[config] = None
+        codes = {name: x for name, x in options.items() if name != "page_size"}
+        configs[AppendConfig(head_dim, head_dim_v, dtype, **codes, paged="page_size" in options)] = None
+    return list(configs)
+
+
 def fill_cache(
     configs: Sequence[KernelConfig], jobs: int | None = None
 ) -> Iterator[tuple[KernelConfig, float | BaseException]]:
@@ -727,6 +748,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--backward", action="store_true", help="also the 16-bit kernels of the gradients, for training"
     )
+    parser.add_argument(
+        "--cache",
+        type=_several(list(decode_plan.FORMS)),
+        default=[],
+        metavar="FORMS",
+        help=f"also the kernels for KV caches of these forms, of {', '.join(decode_plan.FORMS)}: for one query, with "
+        "--model for as many as --seqlen says",
+    )
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="default: %(default)s")
     args = parser.parse_args(argv)
     if args.jobs < 1:
@@ -751,6 +780,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         configs = _chosen(recipes, *common) if recipes else []
         if EXACT in names:
             configs += _chosen16(*common, args.varlen, args.backward)
+        configs += _chosen_decode(args.head_dim, args.dtype, args.features, args.pack_gqa, args.cache)
     else:
         from cute_attn import precompile
 
@@ -764,6 +794,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.seqlen or precompile.SEQLENS,
             varlen=args.varlen,
             backward=args.backward,
+            caches=args.cache,
         )
     start, failed = time.perf_counter(), 0
     for config, done in fill_cache(configs, args.jobs):

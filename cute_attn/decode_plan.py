@@ -38,6 +38,15 @@ LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining 
 LINE: Final = 128  # bytes of a line of L2, which a copy of a part of it loads whole
 
 
+# Forms of a cache by name, as options of `decode_config`: pages of a multiple of 16 slots share a kernel
+FORMS: Final[dict[str, dict[str, Any]]] = {
+    "16bit": {},
+    "16bit-paged": {"page_size": DECODE_KEYS},
+    "e4m3": {"cache": "e4m3", "scales": "token"},
+    "e4m3-paged": {"cache": "e4m3", "scales": "token", "page_size": DECODE_KEYS},
+}
+
+
 @dataclass(frozen=True)
 class Shares:
     """How a launch shares out its work.

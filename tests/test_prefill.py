@@ -318,6 +318,13 @@ def test_a_busier_gpu_takes_the_forward_sooner() -> None:
     assert first == sorted(first, reverse=True) and first[0] > 32 and first[-1] < 16
 
 
+def test_numbers_of_queries_in_the_documentation() -> None:
+    """docs/performance.md: from which power of two on the forward runs, of 8,192 keys, heads 64 and 8, head_dim 128."""
+    pages: dict[str, Any] = {"cache": "e4m3", "scales": "token", "page_size": 64}
+    for batch, form, first in ((1, {}, 64), (16, {}, 8), (1, pages, 256), (16, pages, 32)):
+        assert next(1 << i for i in range(13) if chosen(1 << i, batch=batch, **form)) == first
+
+
 def test_parts_cover_all_pairs_once() -> None:
     for part in ((3, 4), (2, 4), (1, 3), (1, 1)):
         pairs = [
