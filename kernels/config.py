@@ -582,11 +582,12 @@ class DecodeConfig:
 
     head_dim: int  # of Q and K
     head_dim_v: int  # of V and O
-    dtype: str  # "bf16" or "fp16": of Q and O, and of a 16-bit cache
+    dtype: str  # "bf16" or "fp16": of O, of a 16-bit Q, and of a 16-bit cache
     cache: str = "16bit"  # "16bit" or "e4m3"
     scales: str = "none"  # of an e4m3 cache: "head", or "token" for one for each token and head
     # "none": each sequence is contiguous; "block": pages of a multiple of DECODE_KEYS; "token": pages of any size
     paging: str = "none"
+    query: str = "16bit"  # "e4m3": Q is of e4m3, with a scale for each key head, which needs a cache of e4m3
     m_tiles: int = 1  # tiles of 16 packed rows (query, head of the group) that a CTA takes
     half_tile: bool = False  # a CTA takes 8 packed rows: the upper half of its only tile is left out
     warps: int = 4  # each with keys and a ring of its own
@@ -706,6 +707,7 @@ class DecodeConfig:
     @property
     def name(self) -> str:
         cache = self.dtype if self.cache == "16bit" else f"{self.dtype}_{self.cache}_{self.scales}"
+        cache += "" if self.query == "16bit" else f"_q_{self.query}"
         paging = "" if self.paging == "none" else f"_paged_{self.paging}"
         mask = "_ends" if self.row_ends else ""
         mask += "".join(f"_{name}" for name in _DECODE_EXTRAS if getattr(self, name))
@@ -724,6 +726,7 @@ class DecodeConfig:
             ("cache", self.cache, ("16bit", "e4m3")),
             ("scales", self.scales, ("head", "token") if self.cache == "e4m3" else ("none",)),
             ("paging", self.paging, ("none", "block", "token")),
+            ("query", self.query, ("16bit", "e4m3") if self.cache == "e4m3" else ("16bit",)),
         ):
             if value not in allowed:
                 raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
@@ -790,3 +793,57 @@ class AppendConfig:
             raise ValueError("rotate must be False with a 16-bit cache")
         if not (self.keys or self.queries):
             raise ValueError("keys or queries must be True: there is nothing to do")
+
+
+@dataclass(frozen=True)
+class UnpackConfig:
+    """One compiled kernel that tells where the keys of sequences in a KV cache are and, with `copy`, makes rows of 16
+    bits of them, one behind another."""
+
+    head_dim: int  # of K
+    head_dim_v: int
+    dtype: str  # "bf16" or "fp16": of the rows, and of a 16-bit cache
+    cache: str = "16bit"  # or "e4m3"
+    scales: str = "none"  # of an e4m3 cache: "head", or "token"
+    paged: bool = False
+    batch_idx: bool = False  # a sequence of the cache for each of q
+    leftpad: bool = False  # sequences begin at a slot of their own
+    query_scale: bool = False  # K is multiplied by the scales of an e4m3 Q, too
+    copy: bool = True  # False: of a 16-bit cache that is read where it is
+    arch: str = "sm_90a"
+
+    @property
+    def tile_keys(self) -> int:
+        """Slots of a chunk, the unit in which copying is shared out."""
+        return 64
+
+    @property
+    def name(self) -> str:
+        cache = self.dtype if self.cache == "16bit" else f"{self.dtype}_{self.cache}_{self.scales}"
+        steps = "".join(
+            f"_{name}"
+            for name in ("paged", "batch_idx", "leftpad", "query_scale", "copy")
+            if getattr(self, name)
+        )
+        arch = self.arch.replace("_", "").removesuffix("a")
+        return f"unpack_{arch}_{cache}_{dims_name(self.head_dim, self.head_dim_v)}{steps}"
+
+    def check(self) -> None:
+        """Raise ValueError where the configuration cannot be built; the message names the limit."""
+        step = 16 if self.cache == "e4m3" else 8
+        for field, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if dim % step or not 32 <= dim <= 256:
+                raise ValueError(f"{field} must be a multiple of {step} from 32 to 256, got {dim}")
+        for field, value, allowed in (
+            ("dtype", self.dtype, ("bf16", "fp16")),
+            ("cache", self.cache, ("16bit", "e4m3")),
+            ("scales", self.scales, ("head", "token") if self.cache == "e4m3" else ("none",)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
+        if self.cache == "e4m3" and self.arch not in E4M3_ARCHS:
+            raise ValueError(f"arch must be one of {E4M3_ARCHS} for a cache of e4m3, got {self.arch!r}")
+        if self.query_scale and self.cache != "e4m3":
+            raise ValueError("query_scale must be False with a 16-bit cache")
+        if not self.copy and (self.cache == "e4m3" or self.paged):
+            raise ValueError("copy must be True with pages or a cache of e4m3")

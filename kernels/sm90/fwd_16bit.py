@@ -64,7 +64,7 @@ class Fwd16bitVarlenSm90(Fwd16bitSm90):
         softcap_factor: Float32,
         window_left: Int32,
         window_right: Int32,
-        has_used: Int32,
+        has_used: Int32,  # 2: seqused_k alone says how many keys, cu_seqlens_k where they begin, in any order
         sms: Int32,
         keys_in_turn: Int32,  # under a causal mask, keys of all heads whose tiles are mixed in the order of work
         stream,
