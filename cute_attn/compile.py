@@ -155,11 +155,12 @@ def build(config: KernelConfig, options: str = "") -> Any:
             args[7:7] = [integers(ends), integers(ends), integers(cute.sym_int32()), integers(1)]
             args.append(cutlass.Int32(1))
     elif isinstance(config, Bwd16Config):
-        from cute_attn.kernels.sm90.bwd import Bwd16bitSm90
+        from cute_attn.kernels.sm90.bwd import Bwd16bitSm90, Bwd16bitVarlenSm90
 
         element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
         entry = Bwd16bitSm90(config)
         rows, blocks = (cute.sym_int32() for _ in range(2))
+        turns = (batch, heads_q, blocks, config.consumer_warpgroups)
         args = [
             wide(element, batch, seqlen_q, heads_q, d),
             wide(element, batch, seqlen_k, heads_k, d),
@@ -175,12 +176,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
             wide(cutlass.Float32, batch, heads_q, rows),
             wide(cutlass.Float32, batch, heads_q, rows),
             wide(cutlass.Float32, batch, heads_q, blocks, config.tile_m * config.qk_columns),
-            make_fake_tensor(
-                cutlass.Int32,
-                (batch, heads_q, blocks, config.consumer_warpgroups),
-                tuple(cute.sym_int64() for _ in range(4)),
-                assumed_align=4,
-            ),
+            _int32(*turns),
             cutlass.Float32(1.0),
             cutlass.Float32(1.0),
             cutlass.Float32(1.0),
@@ -188,6 +184,29 @@ def build(config: KernelConfig, options: str = "") -> Any:
             cutlass.Int32(1),
             cutlass.Int32(1),
         ]
+        if config.varlen:
+            entry = Bwd16bitVarlenSm90(config)
+            args[:15] = [
+                wide(element, seqlen_q, heads_q, d),
+                wide(element, seqlen_k, heads_k, d),
+                wide(element, seqlen_k, heads_k, d_v),
+                wide(element, seqlen_q, heads_q, d_v),
+                wide(element, seqlen_q, heads_q, d_v),
+                scalars(heads_q, seqlen_q),
+                scalars(heads_q, seqlen_q),
+                scalars(batch, heads_q),
+                wide(element, seqlen_q, heads_q, d),
+                wide(element, seqlen_k, heads_k, d),
+                wide(element, seqlen_k, heads_k, d_v),
+                wide(cutlass.Float32, heads_q, rows),
+                wide(cutlass.Float32, heads_q, rows),
+                wide(cutlass.Float32, heads_q, blocks, config.tile_m * config.qk_columns),
+                _int32(*turns[1:]),
+                integers(ends),
+                integers(ends),
+                integers(cute.sym_int32()),
+            ]
+            args.append(cutlass.Int32(1))
     elif isinstance(config, FwdConfig):
         from cute_attn.kernels.entry import FwdEntry, FwdVarlenEntry
         from cute_attn.kernels.sm90.fwd_8bit import Fwd8bitSm90, Fwd8bitVarlenSm90
@@ -585,7 +604,10 @@ def _chosen16(
                 configs[dataclasses.replace(config, pack_gqa=group, cluster=cluster)] = None
         if backward:
             options.pop("sinks", None)  # which need no kernel of their own
-            configs[plan16.backward16_config(head_dim, head_dim_v, dtype, **options)] = None
+            for unlike in (False, True) if varlen else (False,):
+                configs[plan16.backward16_config(head_dim, head_dim_v, dtype, **options, varlen=unlike)] = (
+                    None
+                )
     return list(configs)
 
 

@@ -191,13 +191,15 @@ def backward16_config(
     softcap: bool = False,
     alibi: bool = False,
     deterministic: bool = False,
+    varlen: bool = False,
 ) -> Bwd16Config:
     """The 16-bit backward for these properties of a problem. Pure. sinks need no kernel of their own.
 
     Args:
         head_dim, head_dim_v: multiples of 8 from 32 to 256.
         dtype: "bf16" or "fp16".
-        causal, window, softcap, alibi, deterministic: as in `Bwd16Config`; causal and window exclude each other.
+        causal, window, softcap, alibi, deterministic, varlen: as in `Bwd16Config`; causal and window exclude each
+            other.
 
     Raises:
         ValueError: a head_dim or dtype for which there is no kernel.
@@ -214,6 +216,7 @@ def backward16_config(
         softcap=softcap,
         alibi=alibi,
         deterministic=deterministic,
+        varlen=varlen,
     )
     columns = max(head_dim, head_dim_v)
     if columns > 128:  # accumulators of 128 keys do not fit, nor dQ beside two stages of Q and dO
@@ -287,7 +290,12 @@ def all_backward16_configs() -> list[Bwd16Config]:
     every = {"window": True, "softcap": True, "alibi": True, "deterministic": True}
     others = [backward16_config(head_dim, head_dim, "fp16", **every) for head_dim in (64, 128, 256)]
     others += [backward16_config(192, 128, "bf16", causal=True), backward16_config(40, 72, "bf16")]
-    return list(dict.fromkeys([*common, *features, *others]))
+    varlen = [
+        backward16_config(64, 64, "bf16", varlen=True),
+        backward16_config(128, 128, "bf16", causal=True, deterministic=True, varlen=True),
+        backward16_config(256, 256, "fp16", **every, varlen=True),
+    ]
+    return list(dict.fromkeys([*common, *features, *others, *varlen]))
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ the configuration of a model of transformers; `python -m cute_attn.compile --mod
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -165,7 +166,7 @@ def kernels(
         for _, seqlen, cuts in lengths:
             found[_config16(shapes, seqlen, cuts, varlen=True)] = None
     if backward:
-        for _, seqlen, cuts in lengths:
+        for (_, seqlen, cuts), unlike in itertools.product(lengths, (False, True) if varlen else (False,)):
             if seqlen > 1:
                 config = plan16.backward16_config(
                     shapes.head_dim,
@@ -174,6 +175,7 @@ def kernels(
                     causal=shapes.causal and not cuts,
                     window=cuts,
                     softcap=shapes.softcap > 0,
+                    varlen=unlike,
                 )
                 found[config] = None
     for form in caches:

@@ -402,6 +402,7 @@ class Bwd16Config:
     shared_keys: bool = False
     dq_direct: bool = False  # dQ goes to memory from registers, not through shared memory
     deterministic: bool = False  # key tiles add to dQ in their order
+    varlen: bool = False  # sequences of unlike length, their rows behind one another
     consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
     producer_regs: int = 24
 
@@ -466,7 +467,7 @@ class Bwd16Config:
     @property
     def name(self) -> str:
         mask = "causal" if self.causal else "window" if self.window else "full"
-        mask += "".join(f"_{name}" for name in ("softcap", "alibi") if getattr(self, name))
+        mask += "".join(f"_{name}" for name in ("softcap", "alibi", "varlen") if getattr(self, name))
         stages = f"q{self.q_stages}o{self.do_stages}s{self.ds_stages}"
         stages += "_shared" * self.shared_keys + "_direct" * self.dq_direct
         stages += "_deterministic" * self.deterministic
@@ -489,6 +490,8 @@ class Bwd16Config:
             raise ValueError(f"tile_n must be 64, 128 or 192, got {self.tile_n}")
         if self.tile_m % 16 or not 16 <= self.tile_m <= 128:
             raise ValueError(f"tile_m must be a multiple of 16 from 16 to 128, got {self.tile_m}")
+        if self.varlen and (self.tile_m & (self.tile_m - 1) or self.tile_n & (self.tile_n - 1)):
+            raise ValueError(f"tiles must be powers of two with varlen, got {self.tile_m} x {self.tile_n}")
         if self.shared_keys and (self.tile_m, self.tile_n, self.dq_split) != (64, 64, "columns"):
             raise ValueError(
                 f"shared_keys wants a tile of 64 x 64 and dq_split 'columns', got {self.tile_m} x {self.tile_n} and "

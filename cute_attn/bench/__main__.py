@@ -27,7 +27,7 @@ EPILOG = """examples:
   python -m cute_attn.bench --report speed --dtype bf16 --phase prefill --json prefill.json
   python -m cute_attn.bench --report speed --dtype bf16 --phase backward,train --json train.json
   python -m cute_attn.bench --report speed --dtype bf16 --phase decode --json decode.json
-  python -m cute_attn.bench --report memory --html memory.html
+  python -m cute_attn.bench --report memory --phase forward,train --html memory.html
   python -m cute_attn.bench --render speed.json --html speed.html
   python -m cute_attn.bench --compare before.json after.json
 """
@@ -459,15 +459,19 @@ class Run:
             heads_k=options.heads_k,
         )
         recipes = options.recipe or [resolve_recipe("default").name]
+        calls = [phase for phase in options.phase if phase in memory.CALLS] or ["forward"]
+        found = []
         with self.progress() as progress:
-            task = progress.add_task("memory", total=len(shapes))
-            found = memory.memory_rows(
-                shapes, recipes, measured=hopper, on_done=lambda: progress.advance(task)
-            )
+            task = progress.add_task("memory", total=len(shapes) * len(calls))
+            for call in calls:
+                found += memory.memory_rows(
+                    shapes, recipes, measured=hopper, call=call, on_done=lambda: progress.advance(task)
+                )
         self.rows += found
-        grid = memory.memory_grid(found)
-        if grid is not None:
-            self.console.print(grid.rich())
+        for call in calls:
+            grid = memory.memory_grid(found, call)
+            if grid is not None:
+                self.console.print(grid.rich())
 
     def io(self) -> None:
         """The model of memory traffic, and what was counted beside it."""
@@ -493,7 +497,7 @@ class Run:
             report.accuracy_grid(self.rows),
             report.error_grid(self.rows),
             overhead.overhead_grid(self.rows),
-            memory.memory_grid(self.rows),
+            *(memory.memory_grid(self.rows, call) for call in memory.CALLS),
         )
         grids = report.speed_grids(self.rows) + [grid for grid in found if grid is not None]
         return [*grids, *figures.figure_grids(self.rows), *self.grids]

@@ -108,6 +108,16 @@ def steps_of(tile: cute.Tensor, x: cute.Tensor, mode: int) -> cute.Tensor:
 # ------------------------------------------------------------------------------------------------------------
 
 
+def slot_shift(block: int) -> int:
+    """The shift of blocks of `block` rows, a power of two."""
+    return block.bit_length() - 1
+
+
+def slots_of(total: Int32, ends: cute.Tensor, block: int) -> Int32:
+    """Slots of blocks of `block` rows, of `total` rows in sequences that begin and end at `ends`, (batch + 1,)."""
+    return (total >> slot_shift(block)) + (ends.shape[0] - 1)
+
+
 @cute.jit
 def first_slot(row: Int32, sequence: Int32, shift) -> Int32:
     """Slot of the first block, of 2^shift rows, of a sequence that begins at `row`; see the module."""
