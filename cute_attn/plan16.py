@@ -26,7 +26,13 @@ from cute_attn.plan import (
 from cute_attn.tiles import DTYPE_NAMES
 
 SHORT_QUERIES: Final = 2048
-"""Queries of a causal sequence up to which a tile of the 16-bit kernel has fewer of them (likewise)."""
+"""Queries of a causal sequence up to which a tile of the 16-bit kernel has fewer of them (perf/log.md, run 13)."""
+
+LONG_QUERIES: Final = 16384
+"""Queries from which a step of the 16-bit kernel has more keys (perf/log.md, run 16)."""
+
+_CAUSAL_CLUSTER_BLOCKS: Final = 8
+"""Tiles of a head from which clusters pay under a causal mask (likewise)."""
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -45,6 +51,8 @@ class Tile16:
     why: str
     plain: bool | None = None  # only without (True) or with (False) a mask, softcap or ALiBi; None: both
     short: bool = False  # only causal sequences of at most SHORT_QUERIES queries
+    # only sequences of at least LONG_QUERIES queries, of one length, with no mask but a causal one and no other feature
+    long: bool = False
     tile_m: int = 128
     tile_n: int = 128
     consumer_regs: int = 240
@@ -84,14 +92,19 @@ TILES_16: Final = (
     ),
     Tile16(
         columns=128,
-        why="176 keys a step would fit into 240 registers, but not O beside Q in shared memory; measured, they gain "
-        "nothing",
+        long=True,
+        tile_n=176,
+        why="long sequences: S, P and O of 176 keys fit into 240 registers, and fewer steps are fewer waits",
+    ),
+    Tile16(
+        columns=128,
+        why="176 keys a step would fit, but waste more at the ends of rows than fewer waits gain",
     ),
     Tile16(columns=192, tile_n=112, why=_BOUND_16),
     Tile16(columns=256, tile_n=80, why=_BOUND_16),
 )
 """Rows in the order of `columns`: the first that serves a problem is taken. Those of 64, 128 and 256 columns
-were measured on an H200 (perf/log.md, run 11), the others follow them."""
+were measured on an H200 (perf/log.md, runs 11 and 16), the others follow them."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -145,8 +158,14 @@ def forward16_choice(
     columns = -(-max(head_dim, head_dim_v) // 32) * 32
     plain = not (causal or window or softcap or alibi)
     short = causal and seqlen_q <= SHORT_QUERIES
+    long = seqlen_q >= LONG_QUERIES and not (window or softcap or alibi or sinks or varlen)
     tile = next(
-        t for t in TILES_16 if columns <= t.columns and t.plain in (None, plain) and (short or not t.short)
+        t
+        for t in TILES_16
+        if columns <= t.columns
+        and t.plain in (None, plain)
+        and (short or not t.short)
+        and (long or not t.long)
     )
     pack_gqa, why_pack = choose_pack_gqa(group, seqlen_q, tile.tile_m, varlen)
     consumer_regs, producer_regs = tile.consumer_regs, tile.producer_regs
@@ -154,7 +173,9 @@ def forward16_choice(
         consumer_regs, producer_regs = _REGS_VARLEN
     cluster, why_cluster = 1, None
     if not (window or varlen):  # whose tiles do not read the same keys, or are given out one by one
-        cluster, why_cluster = choose_cluster(tile.cluster, -(-seqlen_q * pack_gqa // tile.tile_m), causal)
+        cluster, why_cluster = choose_cluster(
+            tile.cluster, -(-seqlen_q * pack_gqa // tile.tile_m), _CAUSAL_CLUSTER_BLOCKS if causal else 2
+        )
     config = Fwd16Config(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
@@ -245,6 +266,8 @@ def all_forward16_configs() -> list[Fwd16Config]:
         forward16_config(40, 72, "fp16"),
         forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1),
         forward16_config(64, 64, "bf16", causal=True, seqlen_q=SHORT_QUERIES),
+        forward16_config(128, 128, "bf16", seqlen_q=LONG_QUERIES - 1),
+        forward16_config(128, 128, "bf16", causal=True, seqlen_q=LONG_QUERIES - 1),
     ]
     varlen = [
         forward16_config(64, 64, "bf16", causal=True, varlen=True),
