@@ -87,7 +87,7 @@ def prepare(contender: peers.Contender, case: Case, q: Tensor, k: Tensor, v: Ten
         kernel, backend = f"FlashAttention-3 {version}, num_splits 0", "sm90"
 
         def attend3(keys: Tensor, values: Tensor) -> Tensor:
-            return peers._first(
+            return peers.first(
                 fa3.flash_attn_with_kvcache(q, keys, values, cache_seqlens=lengths, num_splits=0)
             )
 

@@ -41,6 +41,7 @@ PHASES = (
     "quality",
     "needle",
     "memory",
+    "io",
 )
 DTYPES = ("fp8", "bf16", "fp16")
 STATUSES = ("ok", "unavailable", "skipped", "failed", "wrong")
