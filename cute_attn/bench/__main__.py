@@ -528,7 +528,9 @@ def compare(options: argparse.Namespace, console: Any) -> int:
     if options.markdown:
         report.write_markdown(options.markdown, head, grids)
     if options.html:
-        html.write(options.html, "cute_attn: two runs compared", head, grids, after.rows)
+        html.write(
+            options.html, "cute_attn: two runs compared", head, grids, after.rows, "Plots of the second"
+        )
     return 0
 
 
