@@ -423,6 +423,6 @@ def test_on_the_gpu(name: str) -> None:
     # the emulator has 0.25 and 0.11 on this network of random weights
     limit = {"cute_attn": 0.03, "cute_attn_fp8": 0.3, "cute_attn_accurate": 0.15}[name]
     close(got[mask.bool()], wanted[mask.bool()], limit)
-    net.set_attn_implementation(name)
-    assert net.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False).shape == (2, 705)
-    assert TORCH not in log.kernels
+    stepwise(net, name, ids, mask, limit)
+    kinds = [(kernel.split("_")[0], "varlen" in kernel) for kernel in log.kernels]
+    assert sorted(set(kinds)) == [("decode", False), ("fwd", True)], log
