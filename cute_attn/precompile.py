@@ -11,16 +11,16 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
-from cute_attn import cache, decode_plan, dispatch, plan, plan16, prefill, tiles
+from cute_attn import cache, decode_plan, dispatch, fp8_varlen, plan, plan16, prefill, tiles
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelConfig
 from cute_attn.dispatch import EXACT
-from cute_attn.kernels.config import HEAD_DIMS, AppendConfig, Fwd16Config
+from cute_attn.kernels.config import HEAD_DIMS, AppendConfig, DecodeConfig, Fwd16Config
 from cute_attn.problem import Features, Problem
 from cute_attn.quantize import Fp8Recipe, resolve_recipe
 
@@ -132,15 +132,18 @@ def kernels(
 ) -> list[KernelConfig]:
     """The kernels that calls of these shapes use, each once.
 
+    Where a decoder has a call of one query, they include the decoding kernel over a 16-bit cache, which `cute_attn.hf`
+    calls whatever the precision.
+
     Args:
         shapes: of the model.
         precisions: "bf16" (the 16-bit kernel), names of recipes, or recipes. A head_dim that no 8-bit kernel has uses
             the 16-bit kernel.
         seqlens: numbers of queries of a call; one query sees all keys, more of them as `shapes.causal` says.
-        varlen: also, whatever the precisions, the 16-bit kernels for sequences of unlike length: those of
-            `flash_attn_varlen_func`, which `cute_attn.hf` calls for a padded batch. A sequence has one of `seqlens`
+        varlen: also the kernels for sequences of unlike length: those of `flash_attn_varlen_func` and
+            `fp8_attention_varlen`, which `cute_attn.hf` calls for a padded batch. A sequence has one of `seqlens`
             queries on average.
-        backward: also what training calls, whatever the precisions: the 16-bit forward and its gradients.
+        backward: also what training calls: the 16-bit backward, whatever the precisions.
         caches: also what `flash_attn_with_kvcache`, `append_kv` and `KVCache` call, with `seqlens` queries, for caches
             of these forms: "16bit", "16bit-paged", "e4m3" and "e4m3-paged", those of e4m3 with a scale for each token,
             pages of a multiple of 16 slots. Not with a rotary embedding in the call.
@@ -155,16 +158,23 @@ def kernels(
     for precision in asked:
         if precision != EXACT and eight:
             for window, seqlen, cuts in lengths:
-                chosen = plan.make_plan(_problem(shapes, precision, window, seqlen, cuts))
+                problem = _problem(shapes, precision, window, seqlen, cuts)
+                chosen = plan.make_plan(problem)
                 assert chosen.quantize_config is not None
                 found[chosen.quantize_config] = None
                 found[chosen.config] = None
-    if EXACT in asked or backward or not eight:
+                if varlen and fp8_varlen.takes_recipe(problem.recipe):
+                    unlike = _varlen_plan(replace(problem, causal=shapes.causal))
+                    found[unlike.quantize_config] = None
+                    found[unlike.config] = None
+    if EXACT in asked or not eight:
         for _, seqlen, cuts in lengths:
             found[_config16(shapes, seqlen, cuts)] = None
-    if varlen:
-        for _, seqlen, cuts in lengths:
-            found[_config16(shapes, seqlen, cuts, varlen=True)] = None
+            if varlen:
+                found[_config16(shapes, seqlen, cuts, varlen=True)] = None
+    if shapes.causal and 1 in seqlens:
+        for leftpad in (False, True) if varlen else (False,):
+            found[_decode_config(shapes, leftpad)] = None
     if backward:
         for (_, seqlen, cuts), unlike in itertools.product(lengths, (False, True) if varlen else (False,)):
             if seqlen > 1:
@@ -239,6 +249,35 @@ def _config16(shapes: ModelShapes, seqlen: int, cuts: bool, varlen: bool = False
     )
 
 
+def _varlen_plan(problem: Problem) -> fp8_varlen.VarlenPlan:
+    """The plan of two sequences, each of the problem's lengths on average."""
+    assert problem.in_dtype is not None
+    window = problem.features.window
+    return fp8_varlen.choose(
+        (2 * problem.seqlen_q, problem.heads_q, problem.head_dim),
+        (2 * problem.seqlen_k, problem.heads_k, problem.head_dim_v),
+        problem.in_dtype,
+        2,
+        problem.recipe,
+        replace(problem.features, window=(window[0], 0) if problem.causal else window),
+        problem.capability,
+        "auto",
+        problem.out_dtype,
+    )
+
+
+def _decode_config(shapes: ModelShapes, leftpad: bool) -> DecodeConfig:
+    return decode_plan.decode_config(
+        shapes.head_dim,
+        shapes.head_dim_v,
+        tiles.DTYPE_NAMES[shapes.dtype],
+        rows=shapes.heads_q // shapes.heads_k,
+        softcap=shapes.softcap > 0,
+        sinks=shapes.sinks,
+        leftpad=leftpad,
+    )
+
+
 def _problem(
     shapes: ModelShapes, precision: str | Fp8Recipe, window: tuple[int, int], seqlen: int, cuts: bool
 ) -> Problem:
@@ -284,8 +323,8 @@ def warmup(
         model: `ModelShapes`, or what `model_shapes` takes: a model of transformers, its configuration, name or folder.
         precisions: "bf16" (the 16-bit kernel), names of recipes, or recipes.
         seqlens: numbers of queries of a call; default: any.
-        varlen: also for padded batches and `flash_attn_varlen_func`, in 16 bits.
-        backward: also for training, in 16 bits.
+        varlen: also for padded batches, `flash_attn_varlen_func` and `fp8_attention_varlen`.
+        backward: also for training.
         caches: also for KV caches of these forms: "16bit", "16bit-paged", "e4m3", "e4m3-paged".
         jobs: processes that compile into the disk cache (default: CPUs, at most 8). Without a disk cache this process
             compiles one after another.

@@ -1149,7 +1149,8 @@ def test_figures_of_16_bit_kernels() -> None:
     """Half the peak, half the depth of a product, no scales and no row of ones; steps that a window leaves."""
     case = cases.Case(1, 1024, 1024, 2, 2, 128, False)
     full, causal, window = (
-        forward16_config(128, 128, "bf16", **options) for options in ({}, {"causal": True}, {"window": True})
+        forward16_config(128, 128, "bf16", seqlen_q=1024, **options)
+        for options in ({}, {"causal": True}, {"window": True})
     )
     assert figures.tile_steps(full, case) == 2 * 8 * 8
     assert figures.tile_steps(causal, case) == 2 * sum(range(1, 9))

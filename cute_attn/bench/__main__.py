@@ -478,16 +478,15 @@ class Run:
         from cute_attn.bench import memory, record
 
         options = self.options
-        self.show(memory.io_grid(options.seqlen or memory.SEQLENS, options.head_dim))
+        found = memory.io_rows(options.seqlen or memory.SEQLENS, options.head_dim)
+        self.rows += found
         path = memory.profile_record()
         counted = None if path is None else memory.measured_io_grid(record.read(path).rows)
         if counted is not None:
-            self.show(counted)
-
-    def show(self, grid: Any) -> None:
-        """Print a table that is no matter of rows alone, and keep it for the files."""
-        self.grids.append(grid)
-        self.console.print(grid.rich())
+            self.grids.append(counted)  # of another record's rows
+        for grid in (memory.io_grid(found), counted):
+            if grid is not None:
+                self.console.print(grid.rich())
 
     def all_grids(self) -> list[Any]:
         """Every table, for the files."""
@@ -498,6 +497,8 @@ class Run:
             report.error_grid(self.rows),
             overhead.overhead_grid(self.rows),
             *(memory.memory_grid(self.rows, call) for call in memory.CALLS),
+            memory.io_grid(self.rows),
+            memory.measured_io_grid(self.rows),
         )
         grids = report.speed_grids(self.rows) + [grid for grid in found if grid is not None]
         return [*grids, *figures.figure_grids(self.rows), *self.grids]
@@ -534,7 +535,9 @@ def compare(options: argparse.Namespace, console: Any) -> int:
     if options.markdown:
         report.write_markdown(options.markdown, head, grids)
     if options.html:
-        html.write(options.html, "cute_attn: two runs compared", head, grids, after.rows)
+        html.write(
+            options.html, "cute_attn: two runs compared", head, grids, after.rows, "Plots of the second"
+        )
     return 0
 
 

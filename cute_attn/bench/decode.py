@@ -162,7 +162,7 @@ def _fa3(
         options |= dict.fromkeys(("q_descale", "k_descale", "v_descale"), one)
 
     def attend(keys: Tensor, values: Tensor) -> Tensor:
-        return peers._first(fa3.flash_attn_with_kvcache(query, keys, values, **options))
+        return peers.first(fa3.flash_attn_with_kvcache(query, keys, values, **options))
 
     return attend, f"FlashAttention-3 {version}, num_splits 0", "sm90"
 

@@ -226,7 +226,7 @@ def _prepare_gradients(contender: Contender, case: cases.Case, q: Tensor, k: Ten
         function, kernel, ran = need(module).flash_attn_func, name(), "sm90"
         options = {"causal": case.causal}
     launch = gradients.launcher(
-        contender.phase, lambda q, k, v: _first(function(q, k, v, **options)), case, q, k, v
+        contender.phase, lambda q, k, v: first(function(q, k, v, **options)), case, q, k, v
     )
     return Prepared(launch, kernel, ran, partial(gradients.error, dtype=contender.dtype))
 
@@ -376,12 +376,13 @@ def _cudnn_version() -> str:
     )
 
 
-def _first(result: Any) -> Tensor:
+def first(result: Any) -> Tensor:
     """The output alone: releases differ in whether the log-sum-exp comes with it."""
     return result[0] if isinstance(result, (tuple, list)) else result
 
 
-def _fa3_name() -> str:
+def fa3_name() -> str:
+    """FlashAttention-3 with its version."""
     return f"FlashAttention-3 {_version('flash-attn-3', module='flash_attn_interface')}"
 
 
@@ -391,19 +392,19 @@ def _fa4_name() -> str:
 
 # provider -> (module, what it is)
 _FLASH_LIBRARIES: dict[str, tuple[str, Callable[[], str]]] = {
-    "fa3": ("flash_attn_interface", _fa3_name),
+    "fa3": ("flash_attn_interface", fa3_name),
     "fa4": ("flash_attn.cute", _fa4_name),
 }
 
 
 def _prepare_fa3(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
     fa3 = need("flash_attn_interface")
-    name = _fa3_name()
+    name = fa3_name()
     if contender.dtype == "fp8":
         q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
         one = torch.ones(case.batch, case.heads_k, device=q.device)
         return Prepared(
-            lambda: _first(
+            lambda: first(
                 fa3.flash_attn_func(q, k, v, causal=case.causal, q_descale=one, k_descale=one, v_descale=one)
             ),
             f"{name}, e4m3",
@@ -417,7 +418,7 @@ def _prepare_fa3(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v
     if case.lengths:
         function = fa3.flash_attn_varlen_func
         options |= _mix(case, q)
-    return Prepared(lambda: _first(function(q, k, v, **options)), name, "sm90", cases.output_error)
+    return Prepared(lambda: first(function(q, k, v, **options)), name, "sm90", cases.output_error)
 
 
 def _prepare_fa4(case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
@@ -431,7 +432,7 @@ def _prepare_fa4(case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
     if case.lengths:
         function = fa4.flash_attn_varlen_func
         options |= _mix(case, q)
-    return Prepared(lambda: _first(function(q, k, v, **options)), name, "sm90", cases.output_error)
+    return Prepared(lambda: first(function(q, k, v, **options)), name, "sm90", cases.output_error)
 
 
 # provider -> (torch's name, what it is, backend)

@@ -43,6 +43,7 @@ PHASES = (
     "memory",
     "train_step",
     "train_curve",
+    "io",
 )
 DTYPES = ("fp8", "bf16", "fp16")
 STATUSES = ("ok", "unavailable", "skipped", "failed", "wrong")

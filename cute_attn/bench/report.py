@@ -507,6 +507,7 @@ def error_figure(rows: Sequence[Row]) -> Any:
     if not errors:
         return None
     figure = _plot_errors(Figure, errors)
+    figure.set_size_inches(max(4.8, 0.8 * len({row.get("input") for row in errors})), 3.4)
     figure.set_layout_engine("constrained")
     return figure
 
