@@ -147,6 +147,8 @@ def build_parser() -> argparse.ArgumentParser:
     count(shapes, "--batch", "instead of --tokens")
     count(shapes, "--heads", "heads of Q, instead of --hidden")
     count(shapes, "--heads-k", "heads of K and V (default: as many as Q has)")
+    text = "in phase decode: slots of a page of the cache (default: contiguous caches)"
+    option(shapes, "--page-size", text, type=_sizes, metavar="N,...")
 
     count(run, "--rounds", f"timed rounds (default {ROUNDS})")
     text = "length of one timed batch, and of the untimed one before it (default %(default)s)"
@@ -286,6 +288,7 @@ class Run:
             batch=options.batch,
             heads=options.heads,
             heads_k=options.heads_k,
+            page_sizes=options.page_size or (None,),
         )
 
     def contenders(self) -> list[Any]:
