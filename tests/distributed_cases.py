@@ -73,7 +73,9 @@ def group_for(world: int) -> dist.ProcessGroup:
     return whole if world == WORLD else pair()
 
 
-def tensors(seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, batch: int = 2, head_dim: int = 32) -> list[Tensor]:
+def tensors(
+    seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, batch: int = 2, head_dim: int = 32
+) -> list[Tensor]:
     """q, k, v and a gradient of the output, fp16."""
     shapes = ((seqlen_q, heads_q), (seqlen_k, heads_k), (seqlen_k, heads_k), (seqlen_q, heads_q))
     return [torch.randn(batch, seqlen, heads, head_dim).half() for seqlen, heads in shapes]
@@ -102,7 +104,9 @@ def assert_close(found: Tensor, wanted: Tensor, eps: float) -> None:
     size = wanted.masked_fill(infinite, 0.0)
     bound = eps * (size.abs() + size.square().mean().sqrt() if size.numel() else size)
     worst = (error - bound).max() if error.numel() else torch.tensor(0.0)
-    assert bool((error <= bound).all()), f"{float(worst):.2e} over the bound, {int((error > bound).sum())} elements"
+    assert bool((error <= bound).all()), (
+        f"{float(worst):.2e} over the bound, {int((error > bound).sum())} elements"
+    )
 
 
 def compare(
@@ -444,7 +448,9 @@ def case_what_is_not_allowed() -> None:
     refused("sharding.ring is 2; allowed: the size of its group, 4", sharding=Sharding(64, 2))
     refused("sharding is a int; allowed: a Sharding", sharding=4)
     refused(
-        "multiple of a sharding is 8; allowed with a recipe: multiples of 256", recipe="fp8", backend="emulator"
+        "multiple of a sharding is 8; allowed with a recipe: multiples of 256",
+        recipe="fp8",
+        backend="emulator",
     )
     refused("scales of tokens and blocks", recipe="naive", backend="emulator")
     refused("mesh has 1 dimensions", functools.partial(mesh_attention, mesh=init_device_mesh("cpu", (4,))))
@@ -480,3 +486,60 @@ def run_until_one_dies(rank: int, folder: str) -> None:
     except RuntimeError as error:
         Path(folder, "error").write_text(str(error))
     os._exit(0)  # not by way of a group of which one half is dead
+
+
+# ------------------------------------------------------------------------------------------------------------
+# On GPUs
+# ------------------------------------------------------------------------------------------------------------
+
+
+def run_gpu_rank(rank: int, folder: str, ranks: int) -> None:
+    """The kernels, keys sent by NCCL: beside float64, and in 8 bits beside one call."""
+    torch.cuda.set_device(rank)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    try:
+        on_gpu(rank, ranks)
+        text = ""
+    except Exception:
+        text = f"rank {rank}\n{traceback.format_exc()}"
+    Path(folder, f"gpu.{rank}").write_text(text)
+    dist.destroy_process_group()
+
+
+def on_gpu(rank: int, ranks: int) -> None:
+    seqlen = 1100
+    torch.manual_seed(0)
+    q, k, v, dout = (x.cuda() for x in tensors(seqlen, seqlen, 4, 2, head_dim=128))
+    dlse = torch.randn(2, 4, seqlen, device="cuda")
+    sharding = Sharding(seqlen, ranks)
+    for window in ((-1, 0), (300, 20)):
+        wanted = exact(q, k, v, dout, dlse, window=window)
+        compare(
+            ring_attention,
+            sharding,
+            sharding,
+            rank,
+            q,
+            k,
+            v,
+            dout,
+            wanted,
+            dlse,
+            eps=2.0**-7,
+            window_size=window,
+        )
+    mine = [sharding.shard(x, rank) for x in (q, k, v)]
+    for recipe in ("accurate", "fp8", "paper"):
+        one = cute_attn.fp8_attention(q, k, v, recipe=recipe, causal=True)
+        out = ring_attention(*mine, sharding, recipe=recipe, causal=True)
+        of_one = sharding.shard(one, rank).double()  # type: ignore[arg-type]
+        error = (out.double() - of_one).square().mean().sqrt() / of_one.square().mean().sqrt()  # type: ignore[union-attr]
+        assert error < 2.0**-9, f"{recipe}: {float(error)}"
+    across = Sharding(seqlen, 1, ranks)
+    if ranks <= 2:
+        mine = [across.shard(x, rank) for x in (q, k, v)]
+        one = cute_attn.fp8_attention(q, k, v, causal=True)
+        out = ulysses_attention(*mine, across, recipe="default", causal=True)
+        assert torch.equal(out, across.shard(one, rank))  # type: ignore[arg-type]
