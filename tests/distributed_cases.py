@@ -15,13 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the first backward imports it: here once for all ranks
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import cute_attn
 from cute_attn import reference
-from cute_attn.distributed import Sharding, mesh_attention, ring_attention, ulysses_attention
+from cute_attn.distributed import (
+    Sharding,
+    context_parallel_region,
+    mesh_attention,
+    ring_attention,
+    ulysses_attention,
+)
 from cute_attn.distributed.exchange import traffic
 from cute_attn.distributed.ring import RingProblem
 from cute_attn.distributed.ring_fp8 import quantize_shard
@@ -462,6 +470,70 @@ def case_unshard_undoes_shard() -> None:
         x = torch.randn(3, sharding.total, 2)
         found = sharding.unshard(sharding.shard(x, dist.get_rank()))
         assert torch.equal(found, x)
+
+
+def case_in_place_of_torchs_function() -> None:
+    """Within torch's context-parallel region, whose sharding it takes; and where it is not to be used."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+
+    q, k, v, _ = (x.transpose(1, 2).contiguous() for x in tensors(64, 64, 4, 4))
+    whole = init_device_mesh("cpu", (WORLD,))
+    wanted = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    mine = [x.clone() for x in (q, k, v)]
+    with (
+        context_parallel(whole, buffers=mine, buffer_seq_dims=[2, 2, 2]),
+        context_parallel_region(whole, backend="reference") as log,
+    ):
+        out = F.scaled_dot_product_attention(*mine, is_causal=True)
+        with pytest.raises(NotImplementedError, match="dropout_p is 0"):
+            F.scaled_dot_product_attention(*mine, dropout_p=0.5)
+        with pytest.raises(NotImplementedError, match="attn_mask is given"):
+            F.scaled_dot_product_attention(*mine, torch.ones(1, dtype=torch.bool))
+        [found] = context_parallel_unshard(whole, [out], [2])
+    assert_close(found, wanted, 2.0**-9)
+    assert log.kernels == {"ring_attention(4 ranks)": 1}
+    assert F.scaled_dot_product_attention(q, k, v).shape == q.shape  # torch's again
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Programs
+# ------------------------------------------------------------------------------------------------------------
+
+
+def run_programs(rank: int, folder: str, ports: list[int]) -> None:
+    """The example and the benchmark, as torchrun starts them."""
+    import runpy
+    import sys
+
+    import cute_attn.bench.__main__ as bench
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(ports[0])
+    sys.stdout = Path(folder, f"out.{rank}").open("w")  # noqa: SIM115  # until the end of the process
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "train_ring.py"))
+    losses = example["main"](["--seqlen", "388", "--steps", "6"])
+    Path(folder, f"losses.{rank}").write_text(repr(losses))
+    os.environ["MASTER_PORT"] = str(ports[1])
+    given = [
+        "--phase",
+        "ring",
+        "--world",
+        "2",
+        "--seqlen",
+        "512",
+        "--head-dim",
+        "32",
+        "--rounds",
+        "1",
+        "--causal",
+        "1",
+    ]
+    for name in ("json", "markdown", "csv"):
+        given += [f"--{name}", f"{folder}/ring.{name}"]
+    assert bench.main(given) == 0
+    sys.stdout.close()
 
 
 # ------------------------------------------------------------------------------------------------------------

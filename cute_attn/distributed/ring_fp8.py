@@ -31,7 +31,7 @@ from cute_attn.quantize import (
 )
 from cute_attn.tiles import DTYPE_NAMES, quantize_config
 
-__all__ = ["forward", "mean_keys", "quantize_shard"]
+__all__ = ["forward", "mean_keys", "part_of", "quantize_shard"]
 
 _ALIGNMENT = 128  # bytes: of the parts of a message
 
@@ -50,7 +50,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring, problem: RingProblem, m
         first_row = _first_rows(problem.q, ring.rank)
         for call in problem.calls(ring.rank, owner, V_BLOCK):
             s = call.sequence
-            part = _part(
+            part = part_of(
                 views[s],
                 *(row - first_row[s] for row in call.rows),
                 *(key - first_key[s] for key in call.keys),
@@ -84,7 +84,7 @@ def quantize_shard(
         # A rank may have rows of a sequence and none of its keys, or keys alone; the quantiser wants one of each.
         some = [x if x.shape[1] else x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in parts]
         whole = _quantize(*some, problem, means.get(s))
-        found[s] = _part(whole, 0, parts[0].shape[1], 0, parts[1].shape[1])
+        found[s] = part_of(whole, 0, parts[0].shape[1], 0, parts[1].shape[1])
     return found
 
 
@@ -162,7 +162,7 @@ def _first_rows(sharding: Sharding, rank: int) -> dict[int, int]:
     return found
 
 
-def _part(qkv: QuantizedQKV, row: int, row_end: int, key: int, key_end: int) -> QuantizedQKV:
+def part_of(qkv: QuantizedQKV, row: int, row_end: int, key: int, key_end: int) -> QuantizedQKV:
     """Some rows, and some keys from a multiple of 256 on; views."""
     rows = slice(row, row_end)
     return replace(
