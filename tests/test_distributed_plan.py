@@ -103,10 +103,10 @@ def test_many_short_sequences_are_spread() -> None:
         ({"seqlens": -1}, ValueError, "seqlens holds -1"),
         ({"seqlens": 1.5}, TypeError, "seqlens is a float"),
         ({"seqlens": [True]}, TypeError, "seqlens holds a bool"),
-        ({"ring": 0}, ValueError, "ring is 0"),
-        ({"ulysses": "2"}, TypeError, "ulysses is a str"),
+        ({"ring": 0}, ValueError, "ring holds 0"),
+        ({"ulysses": "2"}, TypeError, "ulysses holds a str"),
         ({"order": "striped"}, ValueError, "order is 'striped'"),
-        ({"multiple": 0}, ValueError, "multiple is 0"),
+        ({"multiple": 0}, ValueError, "multiple holds 0"),
     ],
 )
 def test_shardings_that_are_refused(changed: dict[str, object], error: type[Exception], message: str) -> None:

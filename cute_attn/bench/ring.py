@@ -7,6 +7,7 @@ run over gloo, which shows that it works and what is sent, and times nothing tha
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import shlex
@@ -234,18 +235,21 @@ def methods(
     rank, world = dist.get_rank(), dist.get_world_size()
     found: dict[str, Callable[[], Any]] = {}
     options: dict[str, Any] = {"causal": cell.causal, "backend": backend}
+    q, k, v = whole
     if recipe is None:
-        found["one_gpu"] = lambda: flash_attn_func(*whole, **options)
+        found["one_gpu"] = functools.partial(flash_attn_func, q, k, v, **options)
     else:
-        found["one_gpu"] = lambda: fp8_attention(*whole, recipe=recipe, **options)
-    ring = shard_of("ring", cell, world)
-    mine = [ring.shard(x, rank) for x in whole]
-    found["ring"] = lambda: ring_attention(*mine, ring, recipe=recipe, **options)
+        found["one_gpu"] = functools.partial(fp8_attention, q, k, v, recipe=recipe, **options)
+    options["recipe"] = recipe
+    sharding = shard_of("ring", cell, world)
+    q, k, v = (sharding.shard(x, rank) for x in whole)
+    found["ring"] = functools.partial(ring_attention, q, k, v, sharding, **options)
+    gathered = functools.partial(gather_and_attend, q, k, v, sharding, **options)
     if cell.heads_q % world == 0 and cell.heads_k % world == 0:
-        heads = shard_of("ulysses", cell, world)
-        rows = [heads.shard(x, rank) for x in whole]
-        found["ulysses"] = lambda: ulysses_attention(*rows, heads, recipe=recipe, **options)
-    found["all_gather"] = lambda: gather_and_attend(*mine, ring, recipe, **options)
+        sharding = shard_of("ulysses", cell, world)
+        q, k, v = (sharding.shard(x, rank) for x in whole)
+        found["ulysses"] = functools.partial(ulysses_attention, q, k, v, sharding, **options)
+    found["all_gather"] = gathered
     return found
 
 
@@ -313,15 +317,17 @@ Interval = tuple[float, float]
 
 def _intervals(call: Callable[[], Any]) -> tuple[list[Interval], list[Interval]]:
     """(messages, other kernels) on the GPU in one call, in microseconds."""
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]  # as its events are told apart
     from torch.profiler import ProfilerActivity, profile
 
     dist.barrier()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         call()
         torch.cuda.synchronize()
-    messages, others = [], []
+    messages: list[Interval] = []
+    others: list[Interval] = []
     for event in seen.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == DeviceType.CUDA:
             kind = messages if "nccl" in event.name.lower() else others
             kind.append((event.time_range.start, event.time_range.end))
     return messages, others

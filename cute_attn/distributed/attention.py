@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from cute_attn import flash, validate
 from cute_attn.distributed.exchange import heads_for_rows, rows_for_heads
@@ -157,7 +158,7 @@ def mesh_attention(
     k: Tensor,
     v: Tensor,
     sharding: Sharding,
-    mesh: dist.DeviceMesh,
+    mesh: DeviceMesh,
     *,
     sharding_k: Sharding | None = None,
     causal: bool = False,

@@ -148,7 +148,7 @@ class _Heads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group: dist.ProcessGroup, lengths: Sequence[int], *tensors: Tensor
+        ctx: Any, group: dist.ProcessGroup, lengths: Sequence[Sequence[int]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.lengths = group, lengths
         return _gather_rows(group, lengths, tensors)
@@ -163,7 +163,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group: dist.ProcessGroup, lengths: Sequence[int], *tensors: Tensor
+        ctx: Any, group: dist.ProcessGroup, lengths: Sequence[Sequence[int]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.lengths = group, lengths
         return _gather_heads(group, lengths, tensors)

@@ -75,7 +75,9 @@ def context_parallel_region(
                 f"key has {key.shape[1]} heads and query {query.shape[1]}; allowed without enable_gqa: as many"
             )
         out = ring_attention(
-            *(x.transpose(1, 2) for x in (query, key, value)),
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             _head_tail(query.shape[2], dist.get_world_size(process_group)) if sharding is None else sharding,
             group=process_group,
             causal=is_causal,

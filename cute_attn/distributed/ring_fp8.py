@@ -82,8 +82,8 @@ def quantize_shard(
             for x, first, count in ((q, first_row, rows), (k, first_key, keys), (v, first_key, keys))
         ]
         # A rank may have rows of a sequence and none of its keys, or keys alone; the quantiser wants one of each.
-        some = [x if x.shape[1] else x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in parts]
-        whole = _quantize(*some, problem, means.get(s))
+        q_s, k_s, v_s = (x if x.shape[1] else x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in parts)
+        whole = _quantize(q_s, k_s, v_s, problem, means.get(s))
         found[s] = part_of(whole, 0, parts[0].shape[1], 0, parts[1].shape[1])
     return found
 

@@ -38,7 +38,7 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Sharding:
     """How the rows of sequences are dealt out to ring * ulysses ranks.
 
@@ -65,31 +65,36 @@ class Sharding:
 
     seqlens: tuple[int, ...]
     ring: int
-    ulysses: int = 1
-    order: str = "zigzag"
-    multiple: int = V_BLOCK
+    ulysses: int
+    order: str
+    multiple: int
 
-    def __post_init__(self) -> None:
-        given = self.seqlens
-        if isinstance(given, int) and not isinstance(given, bool):
-            object.__setattr__(self, "seqlens", (given,))
-        elif not isinstance(given, Sequence) or isinstance(given, str):
-            raise TypeError(f"seqlens is a {type(given).__name__}; allowed: an int or a sequence of ints")
-        else:
-            object.__setattr__(self, "seqlens", tuple(given))
-        for length in self.seqlens:
-            if isinstance(length, bool) or not isinstance(length, int):
-                raise TypeError(f"seqlens holds a {type(length).__name__}; allowed: ints")
-            if length < 0:
-                raise ValueError(f"seqlens holds {length}; allowed: lengths >= 0")
-        for name in ("ring", "ulysses", "multiple"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is a {type(value).__name__}; allowed: an int >= 1")
-            if value < 1:
-                raise ValueError(f"{name} is {value}; allowed: an int >= 1")
-        if self.order not in ORDERS:
-            raise ValueError(f"order is {self.order!r}; allowed: {', '.join(map(repr, ORDERS))}")
+    def __init__(
+        self,
+        seqlens: int | Sequence[int],
+        ring: int,
+        ulysses: int = 1,
+        order: str = "zigzag",
+        multiple: int = V_BLOCK,
+    ):
+        """Check the fields; see the class."""
+        lengths: object = (seqlens,) if isinstance(seqlens, int) else seqlens
+        if not isinstance(lengths, Sequence) or isinstance(lengths, str):
+            raise TypeError(f"seqlens is a {type(seqlens).__name__}; allowed: an int or a sequence of ints")
+        sizes: dict[str, object] = {"ring": ring, "ulysses": ulysses, "multiple": multiple}
+        for name, values, least in (
+            ("seqlens", tuple(lengths), 0),
+            *((name, (size,), 1) for name, size in sizes.items()),
+        ):
+            for value in values:
+                if isinstance(value, bool) or not isinstance(value, int):
+                    raise TypeError(f"{name} holds a {type(value).__name__}; allowed: an int >= {least}")
+                if value < least:
+                    raise ValueError(f"{name} holds {value}; allowed: an int >= {least}")
+        if order not in ORDERS:
+            raise ValueError(f"order is {order!r}; allowed: {', '.join(map(repr, ORDERS))}")
+        for name, value in {"seqlens": tuple(lengths), **sizes, "order": order}.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_cu_seqlens(
