@@ -569,7 +569,7 @@ def run_gpu_rank(rank: int, folder: str, ranks: int) -> None:
     """The kernels, keys sent by NCCL: beside float64, and in 8 bits beside one call."""
     torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", ranks)
-    timeout = datetime.timedelta(seconds=60)
+    timeout = datetime.timedelta(seconds=300)  # kernels compile meanwhile
     dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, timeout=timeout)
     try:
         on_gpu(rank, ranks)

@@ -86,8 +86,13 @@ def main(options: argparse.Namespace, console: Any, argv: Sequence[str], hopper:
     if options.dtype == "fp8":
         names = [resolve_recipe(name).name for name in options.recipe or ["default"]]
     if hopper:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("nccl" if hopper else "gloo")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        # Messages start before the next kernel takes all SMs.
+        priority = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        dist.init_process_group("nccl", device_id=device, pg_options=priority)
+    else:
+        dist.init_process_group("gloo")
     try:
         rows = [
             row
