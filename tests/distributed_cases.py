@@ -9,6 +9,8 @@ import datetime
 import functools
 import itertools
 import os
+import runpy
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import cute_attn
+import cute_attn.bench.__main__ as bench
 from cute_attn import reference
+from cute_attn.bench import peers, ring  # noqa: F401  # imported by the benchmark when it runs: here once for all ranks
 from cute_attn.distributed import (
     Sharding,
     context_parallel_region,
@@ -241,13 +245,20 @@ def packed_problem() -> tuple[list[Tensor], Tensor, Found, tuple[int, ...]]:
     lengths = (37, 0, 70, 1, 12)
     q, k, v, dout = (x[0] for x in tensors(sum(lengths), sum(lengths), 4, 2, batch=1))
     dlse = torch.randn(4, sum(lengths))
-    parts = []
-    for b, e in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
-        one = (x[None, b:e] for x in (q, k, v, dout))
-        parts.append(exact(*one, dlse[None, :, b:e], causal=True) if e > b else None)
-    kept = [part for part in parts if part is not None]
-    wanted = tuple(torch.cat([part[i][0] for part in kept], dim=1 if i == 1 else 0) for i in range(5))
+    wanted = packed_reference(q, k, v, dout, dlse, lengths, causal=True)
     return [q, k, v, dout], dlse, wanted, lengths
+
+
+def packed_reference(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, lengths: tuple[int, ...], **options: Any
+) -> Found:
+    """`exact` of each sequence by itself."""
+    parts = [
+        exact(*(x[None, b:e] for x in (q, k, v, dout)), dlse[None, :, b:e], **options)
+        for b, e in itertools.pairwise(itertools.accumulate(lengths, initial=0))
+        if e > b
+    ]
+    return tuple(torch.cat([part[i][0] for part in parts], dim=1 if i == 1 else 0) for i in range(5))
 
 
 def case_sequences_of_unlike_length() -> None:
@@ -258,6 +269,18 @@ def case_sequences_of_unlike_length() -> None:
     rank = dist.get_rank()
     options: dict[str, Any] = {"causal": True, "backend": "reference"}
     compare(ring_attention, sharding, sharding, rank, q, k, v, dout, wanted, dlse, dim=0, **options)
+
+
+def case_windows_in_sequences_of_unlike_length() -> None:
+    """Several calls of one sequence in a step; those of all sequences with one window are one launch."""
+    (q, k, v, dout), dlse, _, lengths = packed_problem()
+    wanted = packed_reference(q, k, v, dout, dlse, lengths, window=(9, 3))
+    options: dict[str, Any] = {"window_size": (9, 3), "backend": "reference"}
+    for order in ("zigzag", "contiguous"):
+        sharding = Sharding(lengths, 4, order=order, multiple=4)
+        compare(
+            ring_attention, sharding, sharding, dist.get_rank(), q, k, v, dout, wanted, dlse, dim=0, **options
+        )
 
 
 def case_windows_skip_ranks() -> None:
@@ -503,11 +526,6 @@ def case_in_place_of_torchs_function() -> None:
 
 def run_programs(rank: int, folder: str, ports: list[int]) -> None:
     """The example and the benchmark, as torchrun starts them."""
-    import runpy
-    import sys
-
-    import cute_attn.bench.__main__ as bench
-
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(ports[0])

@@ -24,19 +24,23 @@ class Merged:
         self.out = torch.zeros(batch, rows, heads, head_dim_v, dtype=torch.float32, device=device)
         self.lse = torch.full((batch, heads, rows), -torch.inf, dtype=torch.float32, device=device)
 
-    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+    def add(self, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
         """Merge a part.
 
         Args:
-            rows: which ones.
+            rows: which ones, a slice or their numbers.
             out: (batch, as many rows, heads_q, head_dim_v), any float dtype.
             lse: (batch, heads_q, as many rows) float32.
         """
         before = self.lse[:, :, rows]
         total = torch.logaddexp(before, lse)
         share = torch.exp(lse - total).masked_fill(total == -torch.inf, 0.0)
-        self.out[:, rows].lerp_(out.float(), share.transpose(1, 2).unsqueeze(3))
-        before.copy_(total)
+        share = share.transpose(1, 2).unsqueeze(3)
+        if isinstance(rows, slice):
+            self.out[:, rows].lerp_(out.float(), share)
+        else:
+            self.out[:, rows] = torch.lerp(self.out[:, rows], out.float(), share)
+        self.lse[:, :, rows] = total
 
     def add_sinks(self, sinks: Tensor) -> None:
         """One more logit, (heads_q,), in each row of a head, without a value."""

@@ -8,9 +8,12 @@ gradient.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from cute_attn.distributed.schedule import Call, Mask, calls_between, partners
 from cute_attn.distributed.sharding import Sharding
 from cute_attn.flash import flash_attn_func
 from cute_attn.flash_autograd import sinks_gradient  # beside the operator of the gradient
+from cute_attn.flash_varlen import flash_attn_varlen_func
 from cute_attn.quantize import Fp8Recipe
 
 __all__ = ["RingProblem", "attend"]
@@ -134,20 +138,64 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring, problem: RingProblem, 
             continue
         owner = ring.owner(step)
         keys, values = (k, v) if step == 0 else _unpacked(block, k, v, problem.keys_of(owner))
-        for call in problem.calls(ring.rank, owner):
-            rows, seen = slice(*call.rows), slice(*call.keys)
-            out, lse = flash_attn_func(
-                q[:, rows],
-                keys[:, seen],
-                values[:, seen],
-                softmax_scale=problem.softmax_scale,
-                window_size=call.window,
-                softcap=problem.softcap,
-                return_lse=True,
-                backend=problem.backend,
-            )
-            merged.add(rows, out, lse)
+        for batch in _batches(problem.calls(ring.rank, owner), q.shape[0], q.device):
+            options: dict[str, Any] = {
+                "softmax_scale": problem.softmax_scale,
+                "window_size": batch.window,
+                "softcap": problem.softcap,
+                "return_lse": True,
+                "backend": problem.backend,
+            }
+            q_part, k_part, v_part = q[:, batch.rows], keys[:, batch.keys], values[:, batch.keys]
+            if batch.lengths is None:
+                out, lse = flash_attn_func(q_part, k_part, v_part, **options)
+            else:
+                out, lse = flash_attn_varlen_func(q_part[0], k_part[0], v_part[0], *batch.lengths, **options)
+                out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+            merged.add(batch.rows, out, lse)
         del block, keys, values  # their memory is for the block after the next
+
+
+class _Batch(NamedTuple):
+    """Calls of one window, of different sequences, that one launch serves."""
+
+    rows: slice | Tensor
+    keys: slice | Tensor
+    window: tuple[int, int]
+    lengths: (
+        tuple[Tensor, Tensor, int, int] | None
+    )  # as `flash_attn_varlen_func` wants them; None of one call
+
+
+@lru_cache(maxsize=1024)  # what is on the device is put there once
+def _batches(calls: tuple[Call, ...], batch: int, device: torch.device) -> tuple[_Batch, ...]:
+    """Calls in as few launches as may be: those of several sequences together, where there is a batch of one."""
+    groups: dict[object, list[Call]] = {}
+    seen: Counter[tuple[int, tuple[int, int]]] = Counter()
+    for number, call in enumerate(calls):
+        # Two calls of one sequence may share rows, which one launch must not have twice.
+        seen[call.sequence, call.window] += 1
+        key = (call.window, seen[call.sequence, call.window]) if batch == 1 else number
+        groups.setdefault(key, []).append(call)
+    found = []
+    for group in groups.values():
+        rows, keys = [call.rows for call in group], [call.keys for call in group]
+        lengths = None
+        if len(group) > 1:
+            counts = [[end - first for first, end in ranges] for ranges in (rows, keys)]
+            ends_q, ends_k = (
+                torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device=device) for x in counts
+            )
+            lengths = ends_q, ends_k, max(counts[0]), max(counts[1])
+        found.append(_Batch(_joined(rows, device), _joined(keys, device), group[0].window, lengths))
+    return tuple(found)
+
+
+def _joined(ranges: Sequence[tuple[int, int]], device: torch.device) -> slice | Tensor:
+    """Ranges as a slice, where each begins at the end of the one before, or as numbers."""
+    if all(a[1] == b[0] for a, b in itertools.pairwise(ranges)):
+        return slice(ranges[0][0], ranges[-1][1])
+    return torch.cat([torch.arange(*each) for each in ranges]).to(device)
 
 
 def _backward(
