@@ -627,6 +627,14 @@ def on_gpu(rank: int, ranks: int) -> None:
         of_one = sharding.shard(one, rank).double()  # type: ignore[arg-type]
         error = (out.double() - of_one).square().mean().sqrt() / of_one.square().mean().sqrt()  # type: ignore[union-attr]
         assert error < 2.0**-9, f"{recipe}: {float(error)}"
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    cute_attn.fp8_attention(*leaves, causal=True).backward(dout)
+    mine = [sharding.shard(x, rank).requires_grad_() for x in (q, k, v)]
+    ring_attention(*mine, sharding, recipe="default", causal=True).backward(sharding.shard(dout, rank))  # type: ignore[union-attr]
+    for leaf, of_one in zip(mine, leaves, strict=True):
+        wanted_here = sharding.shard(of_one.grad, rank).double()  # type: ignore[arg-type]
+        off = (leaf.grad.double() - wanted_here).square().mean().sqrt()  # type: ignore[union-attr]
+        assert off < 2.0**-7 * wanted_here.square().mean().sqrt()
     across = Sharding(seqlen, 1, ranks)
     if ranks <= 2:
         mine = [across.shard(x, rank) for x in (q, k, v)]

@@ -90,10 +90,16 @@ def agree(groups: tuple[dist.ProcessGroup, ...], check: Callable[[], tuple[Mappi
     found: list[tuple[dict[str, str] | None, str]] = [
         (None, str(refused)) if mine is None else ({name: str(x) for name, x in mine.items()}, "")
     ]
-    for group in reversed(groups):  # a rank's order in the end is that of the mesh
-        parts: list[list[tuple[dict[str, str] | None, str]]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(parts, found, group=group)
-        found = [entry for part in parts for entry in part]
+    try:
+        for group in reversed(groups):  # a rank's order in the end is that of the mesh
+            parts: list[list[tuple[dict[str, str] | None, str]]] = [
+                [] for _ in range(dist.get_world_size(group))
+            ]
+            dist.all_gather_object(parts, found, group=group)
+            found = [entry for part in parts for entry in part]
+    except Exception:  # the others are elsewhere: say what is wrong here
+        if refused is None:
+            raise
     if refused is not None:
         raise refused
     assert mine is not None

@@ -137,23 +137,30 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring, problem: RingProblem, 
         if block is None:
             continue
         owner = ring.owner(step)
-        keys, values = (k, v) if step == 0 else _unpacked(block, k, v, problem.keys_of(owner))
-        for batch in _batches(problem.calls(ring.rank, owner), q.shape[0], q.device):
-            options: dict[str, Any] = {
-                "softmax_scale": problem.softmax_scale,
-                "window_size": batch.window,
-                "softcap": problem.softcap,
-                "return_lse": True,
-                "backend": problem.backend,
-            }
-            q_part, k_part, v_part = q[:, batch.rows], keys[:, batch.keys], values[:, batch.keys]
-            if batch.lengths is None:
-                out, lse = flash_attn_func(q_part, k_part, v_part, **options)
-            else:
-                out, lse = flash_attn_varlen_func(q_part[0], k_part[0], v_part[0], *batch.lengths, **options)
-                out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-            merged.add(batch.rows, out, lse)
-        del block, keys, values  # their memory is for the block after the next
+        keys = (k, v) if step == 0 else _unpacked(block, k, v, problem.keys_of(owner))
+        _attend_to(q, *keys, problem.calls(ring.rank, owner), problem, merged)
+        del block, keys  # the memory is for the block after the next
+
+
+def _attend_to(
+    q: Tensor, k: Tensor, v: Tensor, calls: tuple[Call, ...], problem: RingProblem, merged: Merged
+) -> None:
+    """Merge what one owner's keys give."""
+    for batch in _batches(calls, q.shape[0], q.device):
+        options: dict[str, Any] = {
+            "softmax_scale": problem.softmax_scale,
+            "window_size": batch.window,
+            "softcap": problem.softcap,
+            "return_lse": True,
+            "backend": problem.backend,
+        }
+        rows, keys, values = q[:, batch.rows], k[:, batch.keys], v[:, batch.keys]
+        if batch.lengths is None:
+            out, lse = flash_attn_func(rows, keys, values, **options)
+        else:
+            out, lse = flash_attn_varlen_func(rows[0], keys[0], values[0], *batch.lengths, **options)
+            out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+        merged.add(batch.rows, out, lse)
 
 
 class _Batch(NamedTuple):
@@ -217,43 +224,56 @@ def _backward(
         owner = ring.owner(step)
         gradient = None
         if block is not None:
-            keys, values = (k, v) if step == 0 else _unpacked(block, k, v, problem.keys_of(owner))
-            parts = (
-                (dk, dv)
-                if step == 0
-                else tuple(torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))
-            )
-            for call in problem.calls(ring.rank, owner):
-                rows, seen = slice(*call.rows), slice(*call.keys)
-                more = torch.ops.cute_attn.flash_attn_backward(
-                    dout[:, rows],
-                    None if dlse is None else dlse[:, :, rows],
-                    q[:, rows],
-                    keys[:, seen],
-                    values[:, seen],
-                    out[:, rows],
-                    lse[:, :, rows],
-                    None,
-                    None,
-                    problem.softmax_scale,
-                    False,
-                    *call.window,
-                    problem.softcap,
-                    problem.deterministic,
-                    problem.backward,
-                )
-                dq[:, rows] += more[0]
-                parts[0][:, seen] += more[1]
-                parts[1][:, seen] += more[2]
+            keys = (k, v) if step == 0 else _unpacked(block, k, v, problem.keys_of(owner))
+            of_keys = (dk, dv) if step == 0 else [torch.zeros_like(x, dtype=torch.float32) for x in keys]
+            calls = problem.calls(ring.rank, owner)
+            _differentiate(q, *keys, out, lse, dout, dlse, calls, problem, (dq, *of_keys))
             if step > 0:
-                gradient = torch.cat([x.to(k.dtype).reshape(-1) for x in parts])
-            del block, keys, values, parts
+                gradient = torch.cat([x.to(k.dtype).reshape(-1) for x in of_keys])
+            del keys, of_keys
+        del block
         if step > 0:
             sent = ring.send_home(gradient, own, step)
             _arrive(coming, dk, dv)
             coming = sent
     _arrive(coming, dk, dv)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _differentiate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    calls: tuple[Call, ...],
+    problem: RingProblem,
+    sums: Sequence[Tensor],
+) -> None:
+    """Add the gradients that one owner's keys give to those of q, k and v, float32."""
+    for call in calls:
+        rows, keys = slice(*call.rows), slice(*call.keys)
+        more = torch.ops.cute_attn.flash_attn_backward(
+            dout[:, rows],
+            None if dlse is None else dlse[:, :, rows],
+            q[:, rows],
+            k[:, keys],
+            v[:, keys],
+            out[:, rows],
+            lse[:, :, rows],
+            None,
+            None,
+            problem.softmax_scale,
+            False,
+            *call.window,
+            problem.softcap,
+            problem.deterministic,
+            problem.backward,
+        )
+        for total, part, where in zip(sums, more, (rows, keys, keys), strict=False):
+            total[:, where] += part
 
 
 def _arrive(coming: Any, dk: Tensor, dv: Tensor) -> None:

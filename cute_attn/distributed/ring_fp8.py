@@ -46,25 +46,31 @@ def forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring, problem: RingProblem, m
             continue
         owner = ring.owner(step)
         views = operands if step == 0 else _unpacked(block, operands, k, v, problem, owner)
-        first_key = _first_rows(problem.k, owner)
-        first_row = _first_rows(problem.q, ring.rank)
-        for call in problem.calls(ring.rank, owner, V_BLOCK):
-            s = call.sequence
-            part = part_of(
-                views[s],
-                *(row - first_row[s] for row in call.rows),
-                *(key - first_key[s] for key in call.keys),
-            )
-            out, lse = fp8_attention_quantized(
-                part,
-                softmax_scale=problem.softmax_scale,
-                window_size=call.window,
-                softcap=problem.softcap,
-                return_lse=True,
-                backend=problem.backend,
-            )
-            merged.add(slice(*call.rows), out, lse)
-        del block, views
+        _attend_to(views, ring.rank, owner, problem, merged)
+        del block, views  # the memory is for the block after the next
+
+
+def _attend_to(
+    operands: dict[int, QuantizedQKV], rank: int, owner: int, problem: RingProblem, merged: Merged
+) -> None:
+    """Merge what one owner's keys give."""
+    first_row, first_key = _first_rows(problem.q, rank), _first_rows(problem.k, owner)
+    for call in problem.calls(rank, owner, V_BLOCK):
+        s = call.sequence
+        part = part_of(
+            operands[s],
+            *(row - first_row[s] for row in call.rows),
+            *(key - first_key[s] for key in call.keys),
+        )
+        out, lse = fp8_attention_quantized(
+            part,
+            softmax_scale=problem.softmax_scale,
+            window_size=call.window,
+            softcap=problem.softcap,
+            return_lse=True,
+            backend=problem.backend,
+        )
+        merged.add(slice(*call.rows), out, lse)
 
 
 def quantize_shard(
