@@ -1,6 +1,7 @@
 """16-bit attention as operators that autograd and torch.compile know.
 
 `flash_attn_func` comes here where a gradient is wanted or torch.compile traces it; other calls take the shorter way.
+`flash_varlen_autograd` has the operators of sequences of unlike length.
 The operators are `cute_attn::flash_attn_forward`, whose gradient is `cute_attn::flash_attn_backward`; neither has a
 second derivative. Between them live q, k, v, out and lse: memory is linear in the lengths.
 """
@@ -17,7 +18,7 @@ from cute_attn.flash_backward import reference_backward
 from cute_attn.kernels.config import Bwd16Config, Fwd16Config
 from cute_attn.plan16 import backward16_config
 
-__all__ = ["attend", "backward", "backward_config"]
+__all__ = ["attend", "backward", "backward_config", "operator_options"]
 
 _OPTIONS: Final = (
     "Tensor? alibi_slopes, Tensor? sinks, float? softmax_scale, bool causal, int left, int right, float softcap, "
@@ -45,16 +46,19 @@ def attend(
     """
     if not torch.compiler.is_compiling():
         flash._find_plan(q, k, v, side, options, backend)  # which checks all arguments
+    slopes, sinks = side["alibi_slopes"], side["sinks"]
+    validate.check_no_gradient(alibi_slopes=slopes)
+    return torch.ops.cute_attn.flash_attn_forward(q, k, v, slopes, sinks, *operator_options(options), backend)
+
+
+def operator_options(options: tuple[Any, ...]) -> tuple[float | None, bool, int, int, float, bool]:
+    """The options of `flash.flash_attn_func`, checked, as operators take them: see `_OPTIONS`."""
     dropout_p, scale, causal, _, deterministic, _, window_size = options
     (left, right), softcap = flash._check_options(dropout_p, *options[2:])
     if scale is not None:
         scale = validate.check_number("softmax_scale", scale, "a float or None")
-    slopes, sinks = side["alibi_slopes"], side["sinks"]
-    validate.check_no_gradient(alibi_slopes=slopes)
     right = window_size[1] if causal else right  # `causal` says the rest
-    return torch.ops.cute_attn.flash_attn_forward(
-        q, k, v, slopes, sinks, scale, causal, left, right, softcap, deterministic, backend
-    )
+    return scale, causal, left, right, softcap, deterministic
 
 
 def _planned(
@@ -170,6 +174,7 @@ def backward_config(forward: Fwd16Config, deterministic: bool = False) -> Bwd16C
         softcap=forward.softcap,
         alibi=forward.alibi,
         deterministic=deterministic,
+        varlen=forward.varlen,
     )
 
 

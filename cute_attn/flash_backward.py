@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from cute_attn.flash import masked_scores
 
-__all__ = ["reference_backward"]
+__all__ = ["reference_backward", "reference_varlen_backward"]
 
 
 def reference_backward(
@@ -73,4 +76,62 @@ def reference_backward(
         share = share.masked_fill(lse == -torch.inf, 0.0)  # a sink of -inf alone in its row
         dsinks = -(share * d).sum((0, 2))
     dq, dk, dv = (x.transpose(1, 2).contiguous() for x in (dq, dk, dv))
+    return dq, dk, dv, dsinks
+
+
+def reference_varlen_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of `flash_varlen.reference_varlen`: `reference_backward` of each sequence by itself.
+
+    Reads the lengths on the host.
+
+    Args:
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k: as in `flash_attn_varlen_func`.
+        out, lse, dout, dlse: of the shapes of its results; dlse may be None.
+        alibi_slopes: (batch, heads_q).
+        sinks, dtype, options: as in `reference_backward`.
+
+    Returns:
+        (dq, dk, dv, dsinks) of `dtype`, as there; 0 in rows of no sequence and of keys that do not count.
+    """
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+    dsinks = None if sinks is None else torch.zeros(sinks.shape, dtype=dtype, device=sinks.device)
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    used = None if seqused_k is None else seqused_k.tolist()
+    for b, (first, end) in enumerate(itertools.pairwise(ends_q)):
+        first_k, end_k = ends_k[b], ends_k[b + 1]
+        if used is not None:
+            end_k = min(end_k, first_k + max(used[b], 0))
+        rows, keys = slice(first, end), slice(first_k, end_k)
+        *parts, part_sinks = reference_backward(
+            q[None, rows],
+            k[None, keys],
+            v[None, keys],
+            out[None, rows],
+            lse[None, :, rows],
+            dout[None, rows],
+            None if dlse is None else dlse[None, :, rows],
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes[b : b + 1],
+            sinks=sinks,
+            dtype=dtype,
+            **options,
+        )
+        dq[rows], dk[keys], dv[keys] = (part[0] for part in parts if part is not None)
+        if dsinks is not None and part_sinks is not None:
+            dsinks += part_sinks
     return dq, dk, dv, dsinks

@@ -19,7 +19,6 @@ from cute_attn.plan16 import forward16_config
 from cute_attn.problem import cutting_ends
 from cute_attn.remember import Remembered
 from cute_attn.tiles import DTYPE_NAMES
-from cute_attn.tracing import untraced
 
 __all__ = [
     "flash_attn_varlen_func",
@@ -32,7 +31,6 @@ __all__ = [
 _ROWS_LIMIT: Final = 2**31  # rows times heads of q are counted in int32
 
 
-@untraced
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -58,8 +56,10 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_attn_func` for each of several sequences of unlike length, by flash-attn's signature and conventions.
 
-    FlashAttention-3's forward (arXiv 2407.08608, sections 3.1 and 3.2). No backward. Masks and biases are those of
-    `flash_attn_func` with the lengths of the sequence: a causal mask, for example, is aligned to its last key.
+    FlashAttention-3 (arXiv 2407.08608, sections 3.1 and 3.2; backward: appendix B.1). Masks and biases are those of
+    `flash_attn_func` with the lengths of the sequence: a causal mask, for example, is aligned to its last key. Where q,
+    k, v or sinks require grad, out and lse are differentiable, once: what does not count (rows of no sequence, rows
+    that see no key, keys behind `seqused_k`) has gradient 0. torch.compile traces it as one operator.
 
     Args:
         q: (total_q, heads_q, head_dim), the rows of all sequences behind one another; dtype, head_dim and strides as in
@@ -90,7 +90,7 @@ def flash_attn_varlen_func(
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: a shape, stride, device or value that is not allowed, or no Hopper GPU.
-        NotImplementedError: dropout, return_attn_probs, block_table, or grad mode is on and an input requires grad.
+        NotImplementedError: dropout, return_attn_probs, block_table, or grad mode is on and alibi_slopes require grad.
     """
     if block_table is not None:
         raise NotImplementedError(
@@ -114,16 +114,30 @@ def _run(
     options: tuple[Any, ...],
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Plan, unless a call like this one has been planned, and attend."""
-    given = (q, k, v, *lengths.values(), *side.values())
-    key, plan = _plans.find(given, (*options, backend), options[-1])
-    if plan is None:
-        plan = _plans.keep(key, _plan(q, k, v, lengths, side, options, backend))
-    validate.check_forward_only("16-bit varlen", q=q, k=k, v=v, **side)
+    """(out, lse), of which autograd knows the gradient where one is wanted."""
+    if torch.compiler.is_compiling() or flash._wants_gradient(q, k, v, *side.values()):
+        from cute_attn.flash_varlen_autograd import attend
+
+        return attend(q, k, v, lengths, side, options, backend)
+    plan = _find_plan(q, k, v, lengths, side, options, backend)
     return _attend(q, k, v, plan, **lengths, **side)  # type: ignore[arg-type]  # cu_seqlens are no None any more
 
 
-@untraced
+def _find_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: dict[str, Tensor | None],
+    side: dict[str, Tensor | None],
+    options: tuple[Any, ...],
+    backend: str,
+) -> _Plan:
+    """`_plan`, once for a signature."""
+    given = (q, k, v, *lengths.values(), *side.values())
+    key, plan = _plans.find(given, (*options, backend), options[-1])
+    return _plans.keep(key, _plan(q, k, v, lengths, side, options, backend)) if plan is None else plan
+
+
 def attend_used(
     q: Tensor,
     k: Tensor,
@@ -134,9 +148,7 @@ def attend_used(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """`flash_attn_func` with `seqused_k`: (out, lse)."""
-    sequences = _as_sequences(q, k, v, seqused_k)
-    validate.check_forward_only("16-bit seqused_k", q=q, k=k, v=v, **side)
-    out, lse = _run(*sequences, side, options, backend)
+    out, lse = _run(*_as_sequences(q, k, v, seqused_k), side, options, backend)
     batch, seqlen_q, heads_q, _ = q.shape
     return out.unflatten(0, (batch, seqlen_q)), lse.view(heads_q, batch, seqlen_q).transpose(0, 1)
 
@@ -313,6 +325,12 @@ def _check_rows(name: str, x: object) -> Tensor:
     return x.unsqueeze(0) if x.layout == torch.strided and not x.is_nested else x
 
 
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lengths: dict[str, Tensor | None]) -> int:
+    """All tensors but the side ones; returns the batch."""
+    flash._check_tensors(*(_check_rows(name, x) for name, x in (("q", q), ("k", k), ("v", v))))
+    return _check_lengths(q, lengths)
+
+
 def _check_lengths(q: Tensor, lengths: dict[str, Tensor | None]) -> int:
     """`cu_seqlens_q`, `cu_seqlens_k`, `seqused_k`; returns the batch. Values are not looked at."""
     batch = -1
@@ -351,8 +369,7 @@ def _plan(
     """Check everything, and plan."""
     dropout_p, softmax_scale, *others = options
     window, softcap = flash._check_options(dropout_p, *others)
-    flash._check_tensors(*(_check_rows(name, x) for name, x in (("q", q), ("k", k), ("v", v))))
-    batch = _check_lengths(q, lengths)
+    batch = _check_shapes(q, k, v, lengths)
     (total_q, heads_q, head_dim), (total_k, heads_k, head_dim_v) = q.shape, v.shape
     scale = validate.check_softmax_scale(softmax_scale, head_dim)
     validate.check_side_tensors(batch, heads_q, q.device, **side)

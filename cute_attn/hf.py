@@ -11,7 +11,7 @@ log.
 transformers asks a mask function once for each forward pass, and the attention function in each layer. Ours turns a
 padding mask, a sliding window and a cache's unused tail into a few numbers for each sequence: its first key, the end
 of its keys, and where the queries stand. The attention function then passes the visible part of each sequence to a
-kernel: in 16 bits those of all sequences at once, in 8 bits and where a gradient is wanted one after another. A mask
+kernel: in 16 bits those of all sequences at once, in 8 bits one after another. A mask
 that is more than that (packed sequences, image tokens that see each other, padding in the middle) becomes a tensor, and
 torch attends.
 """
@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn import dispatch, flash
+from cute_attn import dispatch
 from cute_attn.dispatch import EXACT, TORCH, AttentionLog, Choice
 from cute_attn.flash_varlen import flash_attn_varlen_func, flash_attn_varlen_kernel
 from cute_attn.policy import LayerPolicy
@@ -299,7 +299,7 @@ def _attention_forward(
         )
         parts = _parts(pattern, seqlen_q)
         chosen = [call.choose(part, pattern) for part in parts[:1]]  # of a precision, all of them or none
-        if len(parts) > 1 and chosen[0].precision == EXACT and not call.wants_gradient():
+        if len(parts) > 1 and chosen[0].precision == EXACT:
             kernel, packed = call.run_packed(parts, pattern)
             log.record(kernel, chosen[0].reason or reason)
             return packed, None
@@ -383,9 +383,6 @@ class _Call(NamedTuple):
     softcap: float
     sinks: Tensor | None
 
-    def wants_gradient(self) -> bool:
-        return flash._wants_gradient(self.q, self.k, self.v, self.sinks)
-
     def _arguments(
         self, part: _Part, pattern: Pattern
     ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
@@ -412,7 +409,7 @@ class _Call(NamedTuple):
         return dispatch.choose(*tensors, precision=self.precision, **options)
 
     def run_packed(self, parts: list[_Part], pattern: Pattern) -> tuple[str, Tensor]:
-        """Attend all parts, one a sequence, in one call of the 16-bit kernel, without a gradient.
+        """Attend all parts, one a sequence, in one call of the 16-bit kernel.
 
         Rows of a sequence begin at its first: those of padding before the first key see no key of a causal mask.
 

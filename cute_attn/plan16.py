@@ -155,41 +155,30 @@ def forward16_choice(
     cluster, why_cluster = 1, None
     if not (window or varlen):  # whose tiles do not read the same keys, or are given out one by one
         cluster, why_cluster = choose_cluster(tile.cluster, -(-seqlen_q * pack_gqa // tile.tile_m), causal)
-    config = _fitted(
-        Fwd16Config(
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            tile_m=tile.tile_m,
-            tile_n=tile.tile_n,
-            kv_stages=2,
-            dtype=dtype,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            alibi=alibi,
-            sinks=sinks,
-            consumer_regs=consumer_regs,
-            producer_regs=producer_regs,
-            pingpong=tile.pingpong,
-            cluster=cluster,
-            pack_gqa=pack_gqa,
-            varlen=varlen,
-        )
+    config = Fwd16Config(
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        tile_m=tile.tile_m,
+        tile_n=tile.tile_n,
+        kv_stages=2,
+        dtype=dtype,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        alibi=alibi,
+        sinks=sinks,
+        consumer_regs=consumer_regs,
+        producer_regs=producer_regs,
+        pingpong=tile.pingpong,
+        cluster=cluster,
+        pack_gqa=pack_gqa,
+        varlen=varlen,
     )
-    why_tile = f"tile {config.tile_m} x {config.tile_n}: {tile.why}"
-    if config.tile_n < tile.tile_n:
-        why_tile += f"; {config.tile_n} keys a step, as shared memory does not hold {tile.tile_n}"
-    if config.o_in_q:
-        why_tile += "; O is staged where Q was, so Q of the next tile is loaded after this one's end"
-    return config, tuple(why for why in (why_tile, why_pack, why_cluster) if why is not None)
-
-
-def _fitted(config: Fwd16Config) -> Fwd16Config:
-    """`config` with as many keys a step as shared memory holds."""
-    while config.smem_bytes > SMEM_LIMIT or not config.o_fits_q:
-        config = dataclasses.replace(config, tile_n=config.tile_n - 16)
     config.check()
-    return config
+    why_tile = f"tile {config.tile_m} x {config.tile_n}: {tile.why}"
+    if config.o_direct:
+        why_tile += "; O goes to memory from registers, as shared memory has no room to stage it"
+    return config, tuple(why for why in (why_tile, why_pack, why_cluster) if why is not None)
 
 
 def backward16_config(
@@ -202,13 +191,15 @@ def backward16_config(
     softcap: bool = False,
     alibi: bool = False,
     deterministic: bool = False,
+    varlen: bool = False,
 ) -> Bwd16Config:
     """The 16-bit backward for these properties of a problem. Pure. sinks need no kernel of their own.
 
     Args:
         head_dim, head_dim_v: multiples of 8 from 32 to 256.
         dtype: "bf16" or "fp16".
-        causal, window, softcap, alibi, deterministic: as in `Bwd16Config`; causal and window exclude each other.
+        causal, window, softcap, alibi, deterministic, varlen: as in `Bwd16Config`; causal and window exclude each
+            other.
 
     Raises:
         ValueError: a head_dim or dtype for which there is no kernel.
@@ -225,6 +216,7 @@ def backward16_config(
         softcap=softcap,
         alibi=alibi,
         deterministic=deterministic,
+        varlen=varlen,
     )
     columns = max(head_dim, head_dim_v)
     if columns > 128:  # accumulators of 128 keys do not fit, nor dQ beside two stages of Q and dO
@@ -277,7 +269,7 @@ def tile16_table() -> list[dict[str, object]]:
                 "tile_n": config.tile_n,
                 "kv_stages": config.kv_stages,
                 "q_stages": config.q_stages,
-                "o_in_q": config.o_in_q,
+                "o_direct": config.o_direct,
                 "smem_bytes": config.smem_bytes,
             }
         )
@@ -298,7 +290,12 @@ def all_backward16_configs() -> list[Bwd16Config]:
     every = {"window": True, "softcap": True, "alibi": True, "deterministic": True}
     others = [backward16_config(head_dim, head_dim, "fp16", **every) for head_dim in (64, 128, 256)]
     others += [backward16_config(192, 128, "bf16", causal=True), backward16_config(40, 72, "bf16")]
-    return list(dict.fromkeys([*common, *features, *others]))
+    varlen = [
+        backward16_config(64, 64, "bf16", varlen=True),
+        backward16_config(128, 128, "bf16", causal=True, deterministic=True, varlen=True),
+        backward16_config(256, 256, "fp16", **every, varlen=True),
+    ]
+    return list(dict.fromkeys([*common, *features, *others, *varlen]))
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ the configuration of a model of transformers; `python -m cute_attn.compile --mod
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -14,11 +16,11 @@ from typing import Any, Final
 
 import torch
 
-from cute_attn import cache, dispatch, plan, plan16, tiles
+from cute_attn import cache, decode_plan, dispatch, plan, plan16, prefill, tiles
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelConfig
 from cute_attn.dispatch import EXACT
-from cute_attn.kernels.config import HEAD_DIMS, Fwd16Config
+from cute_attn.kernels.config import HEAD_DIMS, AppendConfig, Fwd16Config
 from cute_attn.problem import Features, Problem
 from cute_attn.quantize import Fp8Recipe, resolve_recipe
 
@@ -126,6 +128,7 @@ def kernels(
     *,
     varlen: bool = False,
     backward: bool = False,
+    caches: Sequence[str] = (),
 ) -> list[KernelConfig]:
     """The kernels that calls of these shapes use, each once.
 
@@ -138,9 +141,12 @@ def kernels(
             `flash_attn_varlen_func`, which `cute_attn.hf` calls for a padded batch. A sequence has one of `seqlens`
             queries on average.
         backward: also what training calls, whatever the precisions: the 16-bit forward and its gradients.
+        caches: also what `flash_attn_with_kvcache`, `append_kv` and `KVCache` call, with `seqlens` queries, for caches
+            of these forms: "16bit", "16bit-paged", "e4m3" and "e4m3-paged", those of e4m3 with a scale for each token,
+            pages of a multiple of 16 slots. Not with a rotary embedding in the call.
 
     Raises:
-        TypeError, ValueError: an unknown precision, or shapes for which there is no kernel.
+        TypeError, ValueError: an unknown precision or form of a cache, or shapes for which there is no kernel.
     """
     found: dict[KernelConfig, None] = {}
     asked = [dispatch.check_options(precision, "auto", "error") for precision in precisions]
@@ -160,7 +166,7 @@ def kernels(
         for _, seqlen, cuts in lengths:
             found[_config16(shapes, seqlen, cuts, varlen=True)] = None
     if backward:
-        for _, seqlen, cuts in lengths:
+        for (_, seqlen, cuts), unlike in itertools.product(lengths, (False, True) if varlen else (False,)):
             if seqlen > 1:
                 config = plan16.backward16_config(
                     shapes.head_dim,
@@ -169,9 +175,51 @@ def kernels(
                     causal=shapes.causal and not cuts,
                     window=cuts,
                     softcap=shapes.softcap > 0,
+                    varlen=unlike,
                 )
                 found[config] = None
+    for form in caches:
+        if form not in decode_plan.FORMS:
+            raise ValueError(f"cache is {form!r}; allowed: {', '.join(map(repr, decode_plan.FORMS))}")
+        found |= dict.fromkeys(_cache_kernels(shapes, form, lengths))
     return list(found)
+
+
+def _cache_kernels(
+    shapes: ModelShapes, form: str, lengths: Sequence[tuple[tuple[int, int], int, bool]]
+) -> Iterator[KernelConfig]:
+    """Those for a cache of a form. Which of the two that attend takes many queries hangs on the batch: both."""
+    dims = (shapes.head_dim, shapes.head_dim_v, tiles.DTYPE_NAMES[shapes.dtype])
+    options = decode_plan.FORMS[form]
+    paged = "page_size" in options
+    for index in (False,) if paged else (False, True):
+        for window, seqlen, _ in lengths:
+            ends = (window[0], 0 if shapes.causal else window[1])
+            split = decode_plan.decode_config(
+                *dims,
+                **options,
+                rows=seqlen * (shapes.heads_q // shapes.heads_k),
+                row_ends=seqlen > 1 and ends != (-1, -1),
+                softcap=shapes.softcap > 0,
+                sinks=shapes.sinks,
+                batch_idx=index,
+            )
+            yield split
+            if seqlen > 1:
+                keys = 1 << 20  # more than a window, so that it cuts
+                rows = None if options else keys
+                of_call = (1, shapes.heads_q, shapes.heads_k, seqlen, keys, keys, ends, rows)
+                forward = prefill.make_prefill(split, *of_call)
+                yield from (forward.config, forward.unpack)
+        codes = {name: x for name, x in options.items() if name != "page_size"}
+        new = AppendConfig(*dims, **codes, paged=paged, batch_idx=index)
+        yield new
+        if codes:
+            yield dataclasses.replace(new, rotate=True)
+            yield dataclasses.replace(new, rotate=True, queries=True)
+            yield dataclasses.replace(
+                new, rotate=True, queries=True, keys=False, paged=False, batch_idx=False
+            )
 
 
 def _config16(shapes: ModelShapes, seqlen: int, cuts: bool, varlen: bool = False) -> Fwd16Config:
@@ -227,6 +275,7 @@ def warmup(
     *,
     varlen: bool = False,
     backward: bool = False,
+    caches: Sequence[str] = (),
     jobs: int | None = None,
 ) -> dict[str, float]:
     """Compile the kernels that a model calls, and load them into this process.
@@ -237,6 +286,7 @@ def warmup(
         seqlens: numbers of queries of a call; default: any.
         varlen: also for padded batches and `flash_attn_varlen_func`, in 16 bits.
         backward: also for training, in 16 bits.
+        caches: also for KV caches of these forms: "16bit", "16bit-paged", "e4m3", "e4m3-paged".
         jobs: processes that compile into the disk cache (default: CPUs, at most 8). Without a disk cache this process
             compiles one after another.
 
@@ -248,7 +298,7 @@ def warmup(
         RuntimeError: a kernel did not compile.
     """
     shapes = model if isinstance(model, ModelShapes) else model_shapes(model)
-    configs = kernels(shapes, precisions, seqlens, varlen=varlen, backward=backward)
+    configs = kernels(shapes, precisions, seqlens, varlen=varlen, backward=backward, caches=caches)
     seconds: dict[str, float] = {}
     if cache.cache_dir() is not None and jobs != 1:
         for config, done in compiler.fill_cache(configs, jobs):

@@ -309,8 +309,9 @@ def test_chosen_kernels_of_unlike_lengths_and_gradients() -> None:
                 plan16.forward16_config(*pair, "bf16", **options, group=group, seqlen_q=queries, varlen=True)
                 in more
             )
-        assert plan16.backward16_config(*pair, "bf16", **options) in more
-    assert sum(isinstance(config, Bwd16Config) for config in more) == 6  # sinks need none of their own
+        for unlike in (False, True):
+            assert plan16.backward16_config(*pair, "bf16", **options, varlen=unlike) in more
+    assert sum(isinstance(config, Bwd16Config) for config in more) == 12  # sinks need none of their own
 
 
 def test_command_takes_both_precisions(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

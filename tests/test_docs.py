@@ -38,7 +38,9 @@ def with_python() -> list[Path]:
 def without_gpu(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[None]:
     """The stand-ins in torch serve what the pages ask of a GPU; nothing is compiled."""
     for name in (
-        name for name in cute_attn.__all__ if re.fullmatch(r"flash_attn_(\w+_)?(func|explain)", name)
+        name
+        for name in cute_attn.__all__
+        if re.fullmatch(r"flash_attn_(\w+_)?(func|explain)|decode_explain", name)
     ):
         if "fp8" in name:
             continue

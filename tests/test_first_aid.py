@@ -17,6 +17,7 @@ import cute_attn
 from cute_attn import (
     ModelShapes,
     compile,
+    decode_plan,
     doctor,
     is_supported,
     model_shapes,
@@ -24,7 +25,14 @@ from cute_attn import (
     precompile,
     selftest,
 )
-from cute_attn.kernels.config import Bwd16Config, Fwd16Config, FwdConfig
+from cute_attn.kernels.config import (
+    AppendConfig,
+    Bwd16Config,
+    DecodeConfig,
+    Fwd16Config,
+    FwdConfig,
+    UnpackConfig,
+)
 
 # --- is_supported
 
@@ -314,6 +322,44 @@ def test_kernels_of_padded_batches_and_of_training() -> None:
     }
 
 
+@pytest.mark.parametrize("form", decode_plan.FORMS)
+def test_kernels_of_caches(form: str) -> None:
+    """Of a decoding step, of a prompt over the cache, and appending."""
+    shapes = ModelShapes(16, 2, 128, 128, windows=((99, -1), (-1, -1)), softcap=50.0, sinks=True)
+    before = precompile.kernels(shapes, seqlens=[1, 700])
+    found = set(precompile.kernels(shapes, seqlens=[1, 700], caches=[form])) - set(before)
+    features = {**decode_plan.FORMS[form], "softcap": True, "sinks": True}
+    assert decode_plan.decode_config(128, 128, "bf16", rows=8, **features) in found
+    assert decode_plan.decode_config(128, 128, "bf16", rows=5600, row_ends=True, **features) in found
+    forward = {"softcap": True, "sinks": True, "group": 8, "seqlen_q": 700, "varlen": True}
+    for mask in ("causal", "window"):
+        assert plan16.forward16_config(128, 128, "bf16", **{mask: True}, **forward) in found
+    paged, eight = "paged" in form, "e4m3" in form
+    kinds = {(x.paged, x.cache == "e4m3") for x in found if isinstance(x, (AppendConfig, UnpackConfig))}
+    assert {kind[1] for kind in kinds} == {eight} and (paged, eight) in kinds
+    assert any(isinstance(x, UnpackConfig) and x.copy == (paged or eight) for x in found)
+    index = {x.batch_idx for x in found if isinstance(x, DecodeConfig)}
+    assert index == ({False} if paged else {False, True})
+    assert any(isinstance(x, AppendConfig) and x.rotate and x.queries for x in found) == eight
+    for config in found:
+        config.check()
+
+
+def test_unknown_forms_of_caches() -> None:
+    with pytest.raises(ValueError, match="cache is 'fp4'; allowed: '16bit'"):
+        precompile.kernels(ModelShapes(2, 2, 64, 64), caches=["fp4"])
+
+
+def test_compile_command_takes_caches() -> None:
+    configs = compile._chosen_decode([(64, 64)], ["fp16"], [frozenset({"sinks"})], [1, 16], ["e4m3-paged"])
+    token = {"cache": "e4m3", "scales": "token"}
+    assert configs == [
+        decode_plan.decode_config(64, 64, "fp16", rows=1, page_size=16, sinks=True, **token),
+        decode_plan.decode_config(64, 64, "fp16", rows=16, page_size=16, sinks=True, **token),
+        AppendConfig(64, 64, "fp16", **token, paged=True),
+    ]
+
+
 def test_shapes_of_models() -> None:
     transformers = pytest.importorskip("transformers")
     llama = transformers.LlamaConfig(hidden_size=256, num_attention_heads=8, num_key_value_heads=2)
@@ -364,9 +410,10 @@ def test_compile_command_takes_a_model(
 
     monkeypatch.setattr(compile, "fill_cache", fill)
     words = ["--model", str(tmp_path), "--recipe", "bf16,fp8", "--seqlen", "1,300", "--varlen", "--backward"]
-    assert compile.main(words) == 0
-    shapes = ModelShapes(2, 2, 64, 64)
-    assert asked == precompile.kernels(shapes, ["bf16", "fp8"], [1, 300], varlen=True, backward=True)
+    assert compile.main([*words, "--cache", "16bit,e4m3-paged"]) == 0
+    shapes, caches = ModelShapes(2, 2, 64, 64), ["16bit", "e4m3-paged"]
+    options: dict[str, Any] = {"varlen": True, "backward": True, "caches": caches}
+    assert asked == precompile.kernels(shapes, ["bf16", "fp8"], [1, 300], **options)
     assert f"{asked[0].name}  0.5 s" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         compile.main(["--model", str(tmp_path / "none")])

@@ -330,6 +330,7 @@ def test_every_head_dim_has_a_backward() -> None:
         ({"tile_n": 96}, "tile_n must be 64, 128 or 192, got 96"),
         ({"tile_m": 72}, "tile_m must be a multiple of 16 from 16 to 128, got 72"),
         ({"tile_m": 128}, "dq_split must be 'rows' with tile_m = tile_n"),
+        ({"tile_n": 192, "varlen": True}, "tiles must be powers of two with varlen, got 64 x 192"),
         ({"shared_keys": True}, "shared_keys wants a tile of 64 x 64"),
         ({"head_dim": 256}, "dK and dV of head_dim 256 and 128 take 192 registers a thread; allowed: 128"),
         ({"q_stages": 5}, "shared memory 248832 bytes exceeds 232448"),
@@ -353,6 +354,7 @@ def test_names_tell_configurations_apart() -> None:
         {"ds_stages": 1},
         {"dq_direct": True},
         {"deterministic": True},
+        {"varlen": True},
         {"consumer_regs": 232},
     ]
     assert len({replace(good, **changed).name for changed in changes}) == len(changes)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_bounds import check
 from poison import PoisonedTorch
 from torch import Tensor
 
@@ -21,8 +22,6 @@ from cute_attn import (
     launch,
     launch_backward,
 )
-from cute_attn.flash import masked_scores, reference
-from cute_attn.flash_backward import reference_backward
 
 pytestmark = pytest.mark.gpu
 
@@ -89,63 +88,6 @@ def tensors(
     sizes = ((seqlen_q, heads_q, head_dim), (seqlen_k, heads_k, head_dim), (seqlen_k, heads_k, head_dim_v))
     q, k, v = (torch.randn(batch, *size, device=DEVICE) for size in sizes)
     return [x.to(dtype).requires_grad_() for x in (q, k, v + 0.5)]
-
-
-def torch_gradients(
-    tensors: list[Tensor], sinks: Tensor | None, gradients: tuple[Tensor, Tensor], options: dict[str, Any]
-) -> list[Tensor]:
-    """By autograd through the formulas in the dtype of the tensors."""
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    extra = [] if sinks is None else [sinks.detach().clone().requires_grad_()]
-    q, k, v = (x.transpose(1, 2) for x in leaves)
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores, hidden, _ = masked_scores(
-        q,
-        k,
-        options["softmax_scale"],
-        options["window"],
-        options.get("softcap", 0.0),
-        options.get("alibi_slopes"),
-    )
-    scores = scores.masked_fill(hidden, -3e4)
-    everything = scores
-    if extra:
-        column = extra[0].to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        everything = torch.cat([scores, column], dim=3)
-    p = torch.softmax(everything, dim=3)[..., : scores.shape[3]].masked_fill(hidden, 0.0)
-    lse = torch.logsumexp(everything.float(), dim=3)
-    if not extra:
-        lse = lse.masked_fill(hidden.all(1), 0.0)
-    return list(torch.autograd.grad(((p @ v).transpose(1, 2), lse), [*leaves, *extra], gradients))
-
-
-def check(
-    got: list[Tensor],
-    tensors: list[Tensor],
-    gradients: tuple[Tensor, Tensor],
-    sinks: Tensor | None = None,
-    **options: Any,
-) -> None:
-    """Gradients of q, k, v and sinks against float64; errors at most twice those of torch in 16 bits.
-
-    Or twice what the rounding of out alone makes of exact formulas: D is rowsum(dout * out), and where few keys and a
-    sink share a row, what is left of dP - D is small beside it. torch has no out in that place.
-    """
-    q, k, v = (x.detach() for x in tensors)
-    options = {"softmax_scale": 1.0 / math.sqrt(q.shape[3]), "window": (-1, -1), **options}
-    fixed = None if sinks is None else sinks.detach()
-    out, lse = reference(q, k, v, sinks=fixed, dtype=torch.float64, **options)
-    exact = reference_backward(q, k, v, out, lse, *gradients, sinks=fixed, dtype=torch.float64, **options)
-    rough = torch_gradients([q, k, v], fixed, gradients, options)
-    stored = out.to(q.dtype).double()
-    rounded = reference_backward(
-        q, k, v, stored, lse, *gradients, sinks=fixed, dtype=torch.float64, **options
-    )
-    for name, x, y, *others in zip(("dq", "dk", "dv", "dsinks"), got, exact, rough, rounded, strict=False):
-        bound = max((z.double() - y).abs().max().item() for z in others)
-        step = torch.finfo(q.dtype).eps * y.abs().max().item()  # where torch happens to be exact
-        error = (x.double() - y).abs().max().item()
-        assert error <= 2.0 * bound + step, f"{name}: error {error:.3e}, torch's {bound:.3e}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{NAMES[case[2]]}-{case[3]}")

@@ -82,6 +82,21 @@ def test_memory_table() -> None:
     assert memory.memory_grid([]) is None
 
 
+def test_memory_of_training() -> None:
+    shapes = cases.grid(seqlens=(1024,), head_dims=(128,), causal=(False,), batch=1)
+    rows = memory.memory_rows(shapes, ["accurate"], measured=False, call="train")
+    record.validate(META, rows)
+    inputs = 1024 * 2048  # elements of q
+    assert rows[0]["model_bytes"] == 3 * 2 * 16 * 1024 * 1024 + 4 * inputs
+    # Out, three gradients and the float32 sum of dQ; lse, and two numbers of each row beside it.
+    assert rows[1]["model_bytes"] == rows[2]["model_bytes"] == 12 * inputs + 12 * 16 * 1024
+    assert memory.memory_grid(rows) is None
+    grid = memory.memory_grid(rows, "train")
+    assert grid is not None and "backward" in grid.title and grid.lines[0][4] == "104 MiB"
+    longer = memory.ours_train_bytes(cases.Case(1, 1025, 1025, 16, 16, 128, True), None)
+    assert longer - rows[1]["model_bytes"] > 63 * 16 * 128 * 4  # a tile more of the sum of dQ
+
+
 @pytest.mark.parametrize(
     ("size", "text"), [(12, "12 B"), (2048, "2.0 KiB"), (150 << 20, "150 MiB"), (3 << 40, "3.0 TiB")]
 )
@@ -120,9 +135,10 @@ def test_traffic_tables() -> None:
 
 
 @pytest.mark.gpu
-def test_memory_on_the_gpu() -> None:
+@pytest.mark.parametrize("call", memory.CALLS)
+def test_memory_on_the_gpu(call: str) -> None:
     shapes = cases.grid(seqlens=(4096,), head_dims=(128,), causal=(False,), batch=1)
-    for row in memory.memory_rows(shapes, ["accurate"], measured=True):
+    for row in memory.memory_rows(shapes, ["accurate"], measured=True, call=call):
         assert row["status"] == "ok" and row["model_bytes"] <= row["peak_bytes"] < 1.1 * row[
             "model_bytes"
         ] + (4 << 20)

@@ -28,7 +28,7 @@ EPILOG = """examples:
   python -m cute_attn.bench --report speed --dtype bf16 --phase backward,train --json train.json
   python -m cute_attn.bench --report speed --dtype bf16 --phase decode --json decode.json
   torchrun --nproc-per-node 2 -m cute_attn.bench --phase ring --world 2 --json ring.json
-  python -m cute_attn.bench --report memory --html memory.html
+  python -m cute_attn.bench --report memory --phase forward,train --html memory.html
   python -m cute_attn.bench --render speed.json --html speed.html
   python -m cute_attn.bench --compare before.json after.json
 """
@@ -148,6 +148,8 @@ def build_parser() -> argparse.ArgumentParser:
     count(shapes, "--batch", "instead of --tokens")
     count(shapes, "--heads", "heads of Q, instead of --hidden")
     count(shapes, "--heads-k", "heads of K and V (default: as many as Q has)")
+    text = "in phase decode: slots of a page of the cache (default: contiguous caches)"
+    option(shapes, "--page-size", text, type=_sizes, metavar="N,...")
 
     count(run, "--rounds", f"timed rounds (default {ROUNDS})")
     count(run, "--world", "with --phase ring: processes that torchrun has started")
@@ -288,6 +290,7 @@ class Run:
             batch=options.batch,
             heads=options.heads,
             heads_k=options.heads_k,
+            page_sizes=options.page_size or (None,),
         )
 
     def contenders(self) -> list[Any]:
@@ -458,15 +461,19 @@ class Run:
             heads_k=options.heads_k,
         )
         recipes = options.recipe or [resolve_recipe("default").name]
+        calls = [phase for phase in options.phase if phase in memory.CALLS] or ["forward"]
+        found = []
         with self.progress() as progress:
-            task = progress.add_task("memory", total=len(shapes))
-            found = memory.memory_rows(
-                shapes, recipes, measured=hopper, on_done=lambda: progress.advance(task)
-            )
+            task = progress.add_task("memory", total=len(shapes) * len(calls))
+            for call in calls:
+                found += memory.memory_rows(
+                    shapes, recipes, measured=hopper, call=call, on_done=lambda: progress.advance(task)
+                )
         self.rows += found
-        grid = memory.memory_grid(found)
-        if grid is not None:
-            self.console.print(grid.rich())
+        for call in calls:
+            grid = memory.memory_grid(found, call)
+            if grid is not None:
+                self.console.print(grid.rich())
 
     def io(self) -> None:
         """The model of memory traffic, and what was counted beside it."""
@@ -492,7 +499,7 @@ class Run:
             report.accuracy_grid(self.rows),
             report.error_grid(self.rows),
             overhead.overhead_grid(self.rows),
-            memory.memory_grid(self.rows),
+            *(memory.memory_grid(self.rows, call) for call in memory.CALLS),
         )
         grids = report.speed_grids(self.rows) + [grid for grid in found if grid is not None]
         return [*grids, *figures.figure_grids(self.rows), *self.grids]

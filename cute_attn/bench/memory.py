@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
-from cute_attn.bench import cases, record
+from cute_attn.bench import cases, gradients, record
 from cute_attn.bench.cases import Case
 from cute_attn.bench.peers import OURS
 from cute_attn.bench.report import Grid, Row
+from cute_attn.plan16 import backward16_config
 from cute_attn.quantize import K_GROUP, V_BLOCK, resolve_recipe
 from cute_attn.reference import block_sizes
 
@@ -26,6 +28,7 @@ STANDARD: Final = "standard"
 SRAM_BYTES: Final = 227 * 1024  # shared memory that a CTA of a Hopper GPU may have
 TILE_M: Final = 128  # query rows of a CTA at head_dim 128
 OUT_OF_MEMORY: Final = "out of memory"
+CALLS: Final = ("forward", "train")  # a forward, or one with its backward
 
 # --- what is needed
 
@@ -54,34 +57,60 @@ def ours_bytes(case: Case, recipe: str | None) -> int:
     return needed + (4 * rows if resolve_recipe(recipe).smooth_k else 0)
 
 
+def standard_train_bytes(case: Case) -> int:
+    """Likewise of `standard_bytes` with its backward: probabilities and both of their gradients at once, output, dV."""
+    queries, keys = case.elements
+    scores = 2 * case.batch * case.heads_q * case.seqlen_q * case.seqlen_k
+    return 3 * scores + 2 * queries + 2 * keys
+
+
+def ours_train_bytes(case: Case, recipe: str | None) -> int:
+    """Likewise of `ours_bytes` with its backward: output and lse, the gradients, and the backward's workspace, which is
+    the float32 sum of dQ and two numbers of each row, both of whole tiles. The 8-bit operands are gone by then.
+    """
+    queries, keys = case.elements
+    config = backward16_config(case.head_dim, case.head_dim, "bf16", causal=case.causal)
+    padded = case.batch * case.heads_q * -(-case.seqlen_q // config.tile_m) * config.tile_m
+    kept = 2 * queries + 4 * case.batch * case.heads_q * case.seqlen_q
+    backward = kept + 2 * queries + 4 * keys + padded * (4 * config.qk_columns + 8)
+    return max(ours_bytes(case, recipe), backward)
+
+
 def memory_rows(
     shapes: Sequence[Case],
     recipes: Sequence[str],
     *,
     measured: bool,
+    call: str = "forward",
     device: torch.device | str = "cuda",
     on_done: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Rows of phase "memory": `model_bytes` as worked out and, where `measured`, `peak_bytes`.
 
-    Standard attention that does not fit has status "unavailable" and the reason "out of memory".
+    Standard attention that does not fit has status "unavailable" and the reason "out of memory". `call` is of `CALLS`,
+    and a field of the rows.
     """
+    standard, ours = {
+        "forward": (standard_bytes, ours_bytes),
+        "train": (standard_train_bytes, ours_train_bytes),
+    }[call]
     rows = []
     for case in shapes:
         for provider, recipe in ((STANDARD, None), (OURS, None), *((OURS, name) for name in recipes)):
-            model = standard_bytes(case) if provider == STANDARD else ours_bytes(case, recipe)
+            model = standard(case) if provider == STANDARD else ours(case, recipe)
             row = record.make_row(
                 provider=provider,
                 phase="memory",
                 dtype="bf16" if recipe is None else "fp8",
                 recipe=recipe,
+                call=call,
                 model_bytes=model,
                 **case.fields,
             )
             if measured:
                 row["backend"] = "torch" if provider == STANDARD else "sm90"
                 try:
-                    row["peak_bytes"] = _peak(case, provider, recipe, device)
+                    row["peak_bytes"] = _peak(case, provider, recipe, call, device)
                 except torch.OutOfMemoryError:
                     row.update(status="unavailable", reason=OUT_OF_MEMORY)
                 except (RuntimeError, ValueError) as error:
@@ -93,30 +122,40 @@ def memory_rows(
     return rows
 
 
-def _peak(case: Case, provider: str, recipe: str | None, device: torch.device | str) -> int:
+def _peak(case: Case, provider: str, recipe: str | None, call: str, device: torch.device | str) -> int:
     import cute_attn
 
     q, k, v = cases.make_inputs(case, torch.bfloat16, device)
+    dout = gradients.make_dout(case, q.dtype, device)
 
-    def attend() -> object:
+    def attend() -> Tensor:
         if provider == STANDARD:
             group = case.heads_q // case.heads_k
             heads = [x.transpose(1, 2) for x in (q, k, v)]
             keys, values = (x if group == 1 else x.repeat_interleave(group, 1) for x in heads[1:])
-            return torch.softmax(heads[0] @ keys.mT, dim=-1) @ values  # a scale would be folded into q
+            out = torch.softmax(heads[0] @ keys.mT, dim=-1) @ values  # a scale would be folded into q
+            return out.transpose(1, 2)
         if recipe is None:
-            return cute_attn.flash_attn_func(q, k, v, backend="sm90")
-        return cute_attn.fp8_attention(q, k, v, recipe=recipe, backend="sm90")
+            found = cute_attn.flash_attn_func(q, k, v, backend="sm90")
+        else:
+            found = cute_attn.fp8_attention(q, k, v, recipe=recipe, backend="sm90")
+        assert isinstance(found, Tensor)  # without lse
+        return found
 
-    with torch.no_grad():
+    def run() -> object:
+        return torch.autograd.grad(attend(), (q, k, v), dout) if call == "train" else attend()
+
+    for x in (q, k, v):
+        x.requires_grad_(call == "train")
+    with torch.set_grad_enabled(call == "train"):
         if provider != STANDARD:
-            attend()  # the constants of a device are made in its first call
+            run()  # the constants of a device are made in its first call
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        out = attend()
+        found = run()
         torch.cuda.synchronize(device)
-        del out
+        del found
         return torch.cuda.max_memory_allocated(device) - before
 
 
@@ -129,9 +168,9 @@ def readable(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def memory_grid(rows: Sequence[Row]) -> Grid | None:
-    """Memory by length, from rows of phase "memory"; None without any."""
-    found = [row for row in rows if row["phase"] == "memory"]
+def memory_grid(rows: Sequence[Row], call: str = "forward") -> Grid | None:
+    """Memory by length, from rows of phase "memory" of a kind of `CALLS`; None without any."""
+    found = [row for row in rows if row["phase"] == "memory" and row.get("call", "forward") == call]
     if not found:
         return None
 
@@ -141,7 +180,9 @@ def memory_grid(rows: Sequence[Row]) -> Grid | None:
     columns = list(dict.fromkeys(map(column, found)))
     measured = any(row["peak_bytes"] is not None or row["status"] != "ok" for row in found)
     grid = Grid(
-        "Memory of a call beyond its inputs",
+        "Memory of a call beyond its inputs"
+        if call == "forward"
+        else "Memory of forward and backward beyond the inputs",
         [
             "d",
             "mask",
@@ -173,6 +214,9 @@ def memory_grid(rows: Sequence[Row]) -> Grid | None:
         grid.lines.append([str(head_dim), mask, f"{batch} x {heads}", str(seqlen), *texts, ratio])
     grid.notes.append(
         "standard: scores and probabilities in memory, 16 bits each. ours: output, lse, 8-bit operands."
+        if call == "forward"
+        else "standard: probabilities and two gradients of their size, 16 bits each. ours: output, lse, gradients, the "
+        "sum of dQ in float32."
     )
     if measured:
         grid.notes.append(

@@ -42,6 +42,8 @@ PHASES = (
     "quality",
     "needle",
     "memory",
+    "train_step",
+    "train_curve",
 )
 DTYPES = ("fp8", "bf16", "fp16")
 STATUSES = ("ok", "unavailable", "skipped", "failed", "wrong")

@@ -3,7 +3,8 @@
 Before (`BwdPrologue`): D = rowsum(dO * O) - dlse and lse2 = lse * log2(e) of every query row, for rows that are padded
 to a multiple of tile_m; and zeros for the sum of dQ and its turns. Behind (`BwdEpilogue`): dQ = softmax_scale * sum,
 rounded to 16 bits and brought from the order of accumulators into rows. Both are bound by bandwidth; a CTA takes tile_m
-rows of one head.
+rows of one head, of a slot where there are sequences of unlike length (common/varlen.py). Rows of no sequence, before
+the first and behind the last, have no slot: the pass before clears their gradients.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ..common.pointers import aligned
+from ..common.varlen import block_of_slot, slot_shift
 from ..config import Bwd16Config
 from .vectors import IN_TYPES, widen
 
@@ -56,9 +58,12 @@ class BwdPrologue:
         dq_sum: cute.Tensor,  # (batch, heads_q, blocks, tile_m * qk_columns)
         turns: cute.Tensor,  # (batch, heads_q, blocks, warpgroups)
         stream,
+        gradients=(),  # dq, dk, dv (batch, seqlen, heads, dim); read with `varlen`
+        lengths=(),  # with `varlen` (cu_seqlens_q, cu_seqlens_k); blocks are slots then
     ):
         batch, heads, blocks, _ = dq_sum.shape
-        self.kernel(out, dout, lse, dlse, lse2, d_rows, dq_sum, turns).launch(
+        gradients = gradients if const_expr(self.cfg.varlen) else ()
+        self.kernel(out, dout, lse, dlse, lse2, d_rows, dq_sum, turns, gradients, lengths).launch(
             grid=[blocks * heads * batch, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -73,17 +78,27 @@ class BwdPrologue:
         m_d_rows: cute.Tensor,
         m_dq_sum: cute.Tensor,
         m_turns: cute.Tensor,
+        gradients,
+        lengths,
     ):
         cfg = self.cfg
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         _, heads, blocks, _ = m_dq_sum.shape
         block, head, batch = cta % blocks, cta // blocks % heads, cta // blocks // heads
-        seqlen_q = m_out.shape[1]
+        first, end = Int32(0), m_out.shape[1]  # with `varlen`, row of the block, and of the sequence's end
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
         dq_sum = m_dq_sum[batch, head, block, None]
-        for i in cutlass.range(tid, cfg.tile_m * cfg.qk_columns // 4, THREADS, unroll=4):
+        count = cfg.tile_m * cfg.qk_columns // 4
+        if const_expr(cfg.varlen):
+            _, first, left = block_of_slot(block, lengths[0], slot_shift(cfg.tile_m))
+            end = first + left
+            count = Int32(count) if left > 0 else Int32(0)
+            self.clear_outside(gradients[0], lengths[0])
+            self.clear_outside(gradients[1], lengths[1])
+            self.clear_outside(gradients[2], lengths[1])
+        for i in cutlass.range(tid, count, THREADS, unroll=4):
             target = aligned(dq_sum.iterator + 4 * i, 16)
             cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
         if const_expr(cfg.deterministic):
@@ -93,8 +108,9 @@ class BwdPrologue:
         column = tid % self.lanes * 8
         for p in cutlass.range_constexpr(-(-cfg.tile_m // self.pass_rows)):
             of_tile = p * self.pass_rows + tid // self.lanes
-            row = block * cfg.tile_m + of_tile
-            inside = (row < seqlen_q) & (of_tile < cfg.tile_m)
+            place = block * cfg.tile_m + of_tile
+            row = first + of_tile if const_expr(cfg.varlen) else place
+            inside = (row < end) & (of_tile < cfg.tile_m)
             some = inside & (column < cfg.head_dim_v)
             o, do = load_words(out, row, column, some), load_words(dout, row, column, some)
             total = Float32(0.0)
@@ -112,8 +128,25 @@ class BwdPrologue:
                     if natural != -Float32.inf:  # else a row that sees no key: likewise
                         d = total - m_dlse[batch, head, row]
                         log_sum = natural * Float32(LOG2_E)
-                m_d_rows[batch, head, row] = d
-                m_lse2[batch, head, row] = log_sum
+                m_d_rows[batch, head, place] = d
+                m_lse2[batch, head, place] = log_sum
+
+    @cute.jit
+    def clear_outside(self, m_x: cute.Tensor, ends: cute.Tensor):
+        """Zeros to the rows of a gradient (1, rows, heads, dim) that are of no sequence, by all CTAs; often none is."""
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        before, last = ends[0], ends[ends.shape[0] - 1]
+        vectors = m_x.shape[3] // 8
+        zeros = cute.make_rmem_tensor(4, Uint32)
+        zeros.fill(0)
+        for r in cutlass.range(cta, before + m_x.shape[1] - last, ctas, unroll=1):
+            row = r if r < before else r - before + last
+            for i in cutlass.range(tid, m_x.shape[2] * vectors, THREADS, unroll=1):
+                target = cute.domain_offset((row, i // vectors, i % vectors * 8), m_x[0, None, None, None])
+                pointer = cute.recast_ptr(target.iterator, dtype=Uint32)
+                cute.autovec_copy(zeros, cute.make_tensor(aligned(pointer, 16), cute.make_layout(4)))
 
 
 class BwdEpilogue:
@@ -131,6 +164,7 @@ class BwdEpilogue:
         dq: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
         softmax_scale: Float32,
         stream,
+        lengths=(),  # with `varlen` (cu_seqlens_q,)
     ):
         cfg = self.cfg
 
@@ -140,12 +174,12 @@ class BwdEpilogue:
 
         self.storage = Storage
         batch, heads, blocks, _ = dq_sum.shape
-        self.kernel(dq_sum, dq, softmax_scale).launch(
+        self.kernel(dq_sum, dq, softmax_scale, lengths).launch(
             grid=[blocks * heads * batch, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, m_dq_sum: cute.Tensor, m_dq: cute.Tensor, softmax_scale: Float32):
+    def kernel(self, m_dq_sum: cute.Tensor, m_dq: cute.Tensor, softmax_scale: Float32, lengths):
         cfg = self.cfg
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -154,8 +188,14 @@ class BwdEpilogue:
         storage = SmemAllocator().allocate(self.storage)
         tile = storage.tile.get_tensor(cute.make_layout((cfg.tile_m, cfg.qk_columns), stride=(self.pitch, 1)))
         source = m_dq_sum[batch, head, block, None]
+        first, end = Int32(0), m_dq.shape[1]  # with `varlen`, row of the block, and of the sequence's end
+        count = cfg.tile_m * cfg.qk_columns // 4
+        if const_expr(cfg.varlen):
+            _, first, left = block_of_slot(block, lengths[0], slot_shift(cfg.tile_m))
+            end = first + left
+            count = Int32(count) if left > 0 else Int32(0)
         vectors = cfg.dq_registers // 4  # of a thread of the main kernel
-        for index in cutlass.range(tid, cfg.tile_m * cfg.qk_columns // 4, THREADS, unroll=4):
+        for index in cutlass.range(tid, count, THREADS, unroll=4):
             values = cute.make_rmem_tensor(4, Float32)
             pointer = aligned(source.iterator + 4 * index, 16)
             cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), values)
@@ -177,8 +217,8 @@ class BwdEpilogue:
         lanes = cfg.qk_columns // 8
         for index in cutlass.range(tid, cfg.tile_m * lanes, THREADS, unroll=2):
             of_tile, column = index // lanes, index % lanes * 8
-            row = block * cfg.tile_m + of_tile
-            if (row < m_dq.shape[1]) & (column < cfg.head_dim):
+            row = (first if const_expr(cfg.varlen) else block * cfg.tile_m) + of_tile
+            if (row < end) & (column < cfg.head_dim):
                 words = cute.make_rmem_tensor(4, Uint32)
                 pointer = cute.recast_ptr(cute.domain_offset((of_tile, column), tile).iterator, dtype=Uint32)
                 cute.autovec_copy(cute.make_tensor(aligned(pointer, 16), cute.make_layout(4)), words)

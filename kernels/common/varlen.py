@@ -108,6 +108,16 @@ def steps_of(tile: cute.Tensor, x: cute.Tensor, mode: int) -> cute.Tensor:
 # ------------------------------------------------------------------------------------------------------------
 
 
+def slot_shift(block: int) -> int:
+    """The shift of blocks of `block` rows, a power of two."""
+    return block.bit_length() - 1
+
+
+def slots_of(total: Int32, ends: cute.Tensor, block: int) -> Int32:
+    """Slots of blocks of `block` rows, of `total` rows in sequences that begin and end at `ends`, (batch + 1,)."""
+    return (total >> slot_shift(block)) + (ends.shape[0] - 1)
+
+
 @cute.jit
 def first_slot(row: Int32, sequence: Int32, shift) -> Int32:
     """Slot of the first block, of 2^shift rows, of a sequence that begins at `row`; see the module."""
@@ -167,7 +177,8 @@ def find_sequence(unit: Int32, search, lengths, heads: Int32, cfg: FwdConfig):
             row0, key0 = cu_q[first + lane], cu_k[first + lane]
             rows, keys = cu_q[first + lane + 1] - row0, cu_k[first + lane + 1] - key0
             if has_used != 0:
-                keys = cutlass.min(keys, cutlass.max(used_k[first + lane], 0))
+                bound = Int32(2**31 - 1) if has_used == 2 else keys  # 2: nothing says where they end
+                keys = cutlass.min(bound, cutlass.max(used_k[first + lane], 0))
         units = (rows * cfg.pack_gqa + (cfg.tile_m - 1)) // cfg.tile_m * heads
         ahead = units  # of this lane's sequence and those of the lanes before it
         for step in cutlass.range_constexpr(5):

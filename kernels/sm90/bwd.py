@@ -18,6 +18,15 @@ Tensors (every stride is dynamic, the last one is 1):
     turns    (batch, heads_q, rows / tile_m, consumer warpgroups)  int32, zeroed; read only if deterministic: how many
                                                      key tiles have added to the sum of dQ
 
+and of sequences of unlike length (`varlen`; the rows of all behind one another, see common/varlen.py), without a mode
+for the batch in all but slopes
+
+    cu_seqlens_q, cu_seqlens_k  (batch + 1,) int32, where sequences begin and end in q and in k
+    seqused_k                   (batch,) int32, keys that count of those a sequence has; may be absent
+
+What belongs to query tiles (lse2, d, dq_sum, turns) has a slot for each tile of a sequence then, so that `rows` is
+tile_m times the slots; CTAs are given out by the slots of key tiles, and those whose slot has none leave at once.
+
 A CTA takes tile_n keys of one head of K and all query heads of its group: dK and dV are sums over them in registers.
 Its consumer warpgroups take 64 keys each, or share 64 keys and divide the columns of dK and dV; a last warpgroup
 produces: its first warp issues the TMA loads, the others leave at once. K and V stay in shared memory, Q and dO pass
@@ -43,6 +52,18 @@ from cutlass.memory import SmemAllocator
 from ..any.bwd_passes import BwdEpilogue, BwdPrologue
 from ..common.pointers import aligned
 from ..common.scheduler import key_block_coord, query_blocks
+from ..common.varlen import (
+    FAR,
+    block_of_slot,
+    first_slot,
+    one_batch,
+    ragged,
+    ragged_coord,
+    ragged_load,
+    slot_shift,
+    slots_of,
+    steps_of,
+)
 from ..config import Bwd16Config, swizzle_columns
 from .bwd_mainloop import BwdBarrier, BwdMainloop
 from .operands import ELEMENTS, row_major_atom
@@ -85,10 +106,16 @@ class Bwd16Main:
         window_right: Int32,
         turn: Int32,  # heads of K whose tiles are mixed, see `key_block_coord`
         stream,
+        lengths=(),  # with `varlen`, see `kernel`; batch is 1 then
     ):
         cfg = self.cfg
         tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.qk_columns, cfg.v_columns
         q, k, v, dout, dk, dv = [rows_first(x) for x in (q, k, v, dout, dk, dv)]
+        n_blocks, heads = cute.ceil_div(k.shape[0], tile_n), k.shape[2] * k.shape[3]
+        if const_expr(cfg.varlen):
+            n_blocks = slots_of(k.shape[0], lengths[1], tile_n)
+            q, k, v, dout = [ragged_load(x, 0) for x in (q, k, v, dout)]
+            dk, dv = [ragged(x, 0, 64) for x in (dk, dv)]
         # A warpgroup's part of a B operand is whole swizzle rows.
         atom_q, atom_v = row_major_atom(self.dtype, cfg.dk_part), row_major_atom(self.dtype, cfg.dv_part)
         atom_k = row_major_atom(self.dtype, cfg.k_part)
@@ -132,7 +159,6 @@ class Bwd16Main:
             d_rows: cute.struct.Align[cute.struct.MemRange[Float32, tile_m * cfg.do_stages], 16]
 
         self.storage = Storage
-        n_blocks = cute.ceil_div(k.shape[0], tile_n)
         self.kernel(
             tma_q.atom,
             tma_q.tma_tensor,
@@ -163,8 +189,9 @@ class Bwd16Main:
             window_right,
             n_blocks,
             turn,
+            lengths,
         ).launch(
-            grid=[n_blocks * k.shape[2] * k.shape[3], 1, 1],
+            grid=[n_blocks * heads, 1, 1],
             block=[cfg.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -204,22 +231,79 @@ class Bwd16Main:
         window_right: Int32,
         n_blocks: Int32,
         turn: Int32,
+        # with `varlen` (cu_seqlens_q, cu_seqlens_k, seqused_k, whether that counts); else ()
+        lengths,
     ):
+        """With `varlen`, q, k, v and dout are what `ragged_load` and dk and dv what `ragged` makes of them, with modes
+        of rows for the batch; what has slots has a batch of one; n_blocks are slots of key tiles.
+        """
+        cfg = self.cfg
+        cta, _, _ = cute.arch.block_idx()
+        heads_k = m_k.shape[2]
+        group = m_q.shape[2] // heads_k  # query heads of a key head
+        heads = heads_k if const_expr(cfg.varlen) else heads_k * m_k.shape[3]
+        n_block, index = key_block_coord(cta, n_blocks, heads, turn, cfg)
+        head_k, batch = index % heads_k, index // heads_k
+        more = (
+            ((atom_q, m_q), (atom_k, m_k), (atom_v, m_v), (atom_do, m_do)),
+            ((atom_dk, m_dk), (atom_dv, m_dv)),
+            (layout_q, layout_k, layout_v, layout_do, layout_ds),
+            (m_lse2, m_d_rows, m_dq_sum, slopes, m_turns),
+            (softmax_scale, score_scale_log2, softcap_factor, window_left, window_right),
+        )
+        if const_expr(cfg.varlen):
+            place, stored = self.key_tile(n_block, head_k, lengths)
+            if stored > 0:  # the same in all threads
+                self.work(place, stored, group, *more)
+        else:
+            place = (n_block, head_k, batch, Int32(0), m_q.shape[0], Int32(0), m_k.shape[0])
+            self.work(place, Int32(0), group, *more)
+
+    @cute.jit
+    def key_tile(self, slot: Int32, head_k: Int32, lengths):
+        """Key tile of a slot: (place, stored). place see `work`; stored is how many keys the sequence has from the tile
+        on, 0 where the slot has no tile, whether they count or not.
+        """
+        cu_q, cu_k, used_k, has_used = lengths
+        sequence, key, stored = block_of_slot(slot, cu_k, slot_shift(self.cfg.tile_n))
+        row0, key0 = cu_q[sequence], cu_k[sequence]
+        rows, keys = cu_q[sequence + 1] - row0, key + stored - key0
+        if has_used != 0:
+            keys = cutlass.min(keys, cutlass.max(used_k[sequence], 0))
+        found = ((key - key0) // self.cfg.tile_n, head_k, sequence, row0, rows, key0, keys)
+        return tuple([cute.arch.make_warp_uniform(x) for x in found]), stored
+
+    @cute.jit
+    def work(self, place, stored: Int32, group: Int32, loads, stores, layouts, rows, scalars):
+        """A CTA's key tile.
+
+        place   (key tile of the sequence, head of K, sequence, first row in q, seqlen_q, first key in k, seqlen_k), of
+                which the first row and key are 0 without `varlen`
+        stored  see `key_tile`; read with `varlen`
+        group   query heads of a key head
+        loads   (copy atom, tensor) of Q, K, V, dO; stores likewise of dK, dV
+        """
         cfg = self.cfg
         tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.qk_columns, cfg.v_columns
+        (atom_q, m_q), (atom_k, m_k), (atom_v, m_v), (atom_do, m_do) = loads
+        layout_q, layout_k, layout_v, layout_do, layout_ds = layouts
+        m_lse2, m_d_rows, m_dq_sum, slopes, m_turns = rows
+        softmax_scale, score_scale_log2, softcap_factor, window_left, window_right = scalars
+        n_block, head_k, batch, row0, seqlen_q, key0, seqlen_k = place
         tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warpgroup = cute.arch.make_warp_uniform(tid // 128)
-        seqlen_q, seqlen_k, heads_k = m_q.shape[0], m_k.shape[0], m_k.shape[2]
-        group = m_q.shape[2] // heads_k  # query heads of a key head
-        n_block, index = key_block_coord(cta, n_blocks, heads_k * m_k.shape[3], turn, cfg)
-        head_k, batch = index % heads_k, index // heads_k
         window = (window_left, window_right)
-        blocks = query_blocks(n_block, seqlen_q, seqlen_k, window, cfg)
+        queries = seqlen_q
+        entry, slot = batch, Int32(0)  # of what has slots: entry of the batch, first slot of the sequence
+        if const_expr(cfg.varlen):
+            # a tile of keys that do not count is seen by none
+            queries = seqlen_q if n_block * tile_n < seqlen_k else Int32(0)
+            entry, slot = Int32(0), first_slot(row0, batch, slot_shift(tile_m))
+        blocks = query_blocks(n_block, queries, seqlen_k, window, cfg)
 
         if warp_idx == 4 * cfg.consumer_warpgroups:
-            for atom in (atom_q, atom_k, atom_v, atom_do, atom_dk, atom_dv):
+            for atom, _ in (*loads, *stores):
                 cpasync.prefetch_descriptor(atom)
 
         storage = SmemAllocator().allocate(self.storage)
@@ -244,27 +328,27 @@ class Bwd16Main:
         if warpgroup == cfg.consumer_warpgroups:
             cute.arch.setmaxregister_decrease(cfg.producer_regs)
             if warp_idx == 4 * cfg.consumer_warpgroups:
-                whole = lambda atom, s, g: cpasync.tma_partition(
-                    atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
-                )
-                g_k = cute.local_tile(m_k[None, None, head_k, batch], (tile_n, d), (n_block, 0))
-                g_v = cute.local_tile(m_v[None, None, head_k, batch], (tile_n, d_v), (n_block, 0))
+                of_keys, of_queries = (key0, seqlen_k), (row0, seqlen_q)
                 state_q = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.q_stages)
                 state_do = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.do_stages)
                 once = pl.make_pipeline_state(pl.PipelineUserType.Producer, 1)
-                self.load_once(atom_k, whole(atom_k, s_k, g_k), pipes[2], once)
-                self.load_once(atom_v, whole(atom_v, s_v, g_v), pipes[3], once)
+                tk_s, tk_g = self.boxes(atom_k, m_k, head_k, batch, s_k, (tile_n, d))
+                tv_s, tv_g = self.boxes(atom_v, m_v, head_k, batch, s_v, (tile_n, d_v))
+                self.load_once(atom_k, (tk_s, self.box(tk_g, n_block, tile_n, of_keys)), pipes[2], once)
+                self.load_once(atom_v, (tv_s, self.box(tv_g, n_block, tile_n, of_keys)), pipes[3], once)
                 for h in cutlass.range(group, unroll=1):
                     head = head_k * group + h
-                    g_q = cute.local_tile(m_q[None, None, head, batch], (tile_m, d), (None, 0))
-                    g_do = cute.local_tile(m_do[None, None, head, batch], (tile_m, d_v), (None, 0))
-                    tq_s, tq_g = whole(atom_q, s_q, g_q)
-                    tdo_s, tdo_g = whole(atom_do, s_do, g_do)
-                    lse2, d_rows = m_lse2[batch, head, None], m_d_rows[batch, head, None]
+                    tq_s, tq_g = self.boxes(atom_q, m_q, head, batch, s_q, (tile_m, d))
+                    tdo_s, tdo_g = self.boxes(atom_do, m_do, head, batch, s_do, (tile_m, d_v))
+                    lse2, d_rows = [
+                        self.from_slot(x[entry, head, None], slot * tile_m) for x in (m_lse2, m_d_rows)
+                    ]
                     for m in cutlass.range(blocks[0], blocks[3], unroll=1):
-                        state_q = self.load(m, (atom_q, tq_s, tq_g), (s_lse2, lse2), pipes[0], state_q)
+                        state_q = self.load(
+                            m, (atom_q, tq_s, tq_g), (s_lse2, lse2), of_queries, pipes[0], state_q
+                        )
                         state_do = self.load(
-                            m, (atom_do, tdo_s, tdo_g), (s_d_rows, d_rows), pipes[1], state_do
+                            m, (atom_do, tdo_s, tdo_g), (s_d_rows, d_rows), of_queries, pipes[1], state_do
                         )
         else:
             cute.arch.setmaxregister_increase(cfg.consumer_regs)
@@ -278,8 +362,8 @@ class Bwd16Main:
             pipes[2].consumer_wait(once)  # TMA has filled K
             pipes[3].consumer_wait(once)  # TMA has filled V
             warp_keys = tid % 128 // 32 * 16 if const_expr(cfg.shared_keys) else tid // 32 * 16
-            key0 = n_block * tile_n + warp_keys + tid % 32 // 4  # of the thread's first row of S^T
-            place = (key0, seqlen_k, seqlen_k - seqlen_q, *window, n_block)
+            first_key = n_block * tile_n + warp_keys + tid % 32 // 4  # of the thread's first row of S^T
+            limits = (first_key, seqlen_k, seqlen_k - seqlen_q, *window, n_block)
             for h in cutlass.range(group, unroll=1):
                 head = head_k * group + h
                 slope = Float32(0.0)
@@ -289,22 +373,38 @@ class Bwd16Main:
                     frags,
                     (s_lse2, s_d_rows, s_ds, s_dq),
                     (score_scale_log2, softcap_factor, slope),
-                    place,
-                    m_dq_sum[batch, head, None, None],
-                    m_turns[batch, head, None, None],
+                    limits,
+                    self.from_slot(m_dq_sum[entry, head, None, None], slot),
+                    self.from_slot(m_turns[entry, head, None, None], slot),
                     (dk, dv),
                     pipes,
                     states,
                     blocks,
                 )
-            self.epilogue(
-                (dk, dv),
-                softmax_scale,
-                (s_k, s_v),
-                (atom_dk, atom_dv),
-                (m_dk[None, None, head_k, batch], m_dv[None, None, head_k, batch]),
-                n_block,
-            )
+            self.epilogue((dk, dv), softmax_scale, (s_k, s_v), stores, place, stored)
+
+    def from_slot(self, x: cute.Tensor, first: Int32) -> cute.Tensor:
+        """x from `first` of its first mode on; without `varlen` as it is."""
+        if const_expr(not self.cfg.varlen):
+            return x
+        return cute.domain_offset((first,) if cute.rank(x) == 1 else (first, 0), x)
+
+    def boxes(self, atom: cute.CopyAtom, x: cute.Tensor, head: Int32, batch: Int32, s: cute.Tensor, tile):
+        """Shared and global partitions of a head of an operand, for loads of `tile`; see `box`."""
+        if const_expr(self.cfg.varlen):
+            g = steps_of(cute.local_tile(x[None, None, head, 0, 0], tile, (0, 0)), x, 0)
+        else:
+            g = cute.local_tile(x[None, None, head, batch], tile, (None, 0))
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
+        )
+
+    def box(self, g: cute.Tensor, n: Int32, size: int, rows) -> cute.Tensor:
+        """Tile n of a global partition, of `size` rows; rows is (first row, rows) of the sequence, whose end the load
+        passes with zeros."""
+        if const_expr(self.cfg.varlen):
+            return g[(None, *ragged_coord(*rows, n * size, size, FAR), FAR)]
+        return g[None, n]
 
     def ring(self, barriers, stages: int, tx_bytes: int):
         """A TMA ring: one producer thread arrives with the byte count, one lane of each consumer warp releases."""
@@ -326,18 +426,18 @@ class Bwd16Main:
         cute.copy(atom, g, s, tma_bar_ptr=pipe.producer_get_barrier(state))
 
     @cute.jit
-    def load(self, m: Int32, tile, row, pipe, state):
+    def load(self, m: Int32, tile, row, queries, pipe, state):
         """Queries m * tile_m and on of Q with lse2, or of dO with D, into the stage of `state`; returns the next one.
 
-        tile is (copy atom, shared partition, global partition), row (shared (tile_m, stages), global (rows,)). Called
-        by one whole warp.
+        tile is (copy atom, shared partition, global partition), row (shared (tile_m, stages), global (rows,)), queries
+        see `box`. Called by one whole warp.
         """
         atom, s, g = tile
         s_row, g_row = row
         tile_m = self.cfg.tile_m
         pipe.producer_acquire(state)  # waits until all consumer warps have released the stage
         barrier = pipe.producer_get_barrier(state)
-        cute.copy(atom, g[None, m], s[None, state.index], tma_bar_ptr=barrier)
+        cute.copy(atom, self.box(g, m, tile_m, queries), s[None, state.index], tma_bar_ptr=barrier)
         with cute.arch.elect_one():
             bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=tile_m * 32)
             source = cute.local_tile(g_row, (tile_m,), (m,))
@@ -347,12 +447,13 @@ class Bwd16Main:
         return state
 
     @cute.jit
-    def epilogue(self, gradients, softmax_scale: Float32, shared, atoms, targets, n_block: Int32):
+    def epilogue(self, gradients, softmax_scale: Float32, shared, stores, place, stored: Int32):
         """dK and dV, registers -> shared memory, in place of K and V -> TMA store, each warpgroup its accumulators.
 
-        TMA drops what lies past seqlen_k and head_dim. targets are (seqlen_k, head_dim) and (seqlen_k, head_dim_v).
+        TMA drops what lies past the keys of the sequence and head_dim. stores, place and stored see `work`.
         """
         cfg = self.cfg
+        n_block, head_k, batch, _, _, key0, _ = place
         tid, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warpgroup = warp_idx // 4
@@ -360,7 +461,7 @@ class Bwd16Main:
         cute.arch.barrier(barrier_id=BwdBarrier.EXCHANGE, number_of_threads=128 * cfg.consumer_warpgroups)
         copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         # The warpgroup's tile among those of (64, part) of the CTA.
-        place = (0, warpgroup) if const_expr(cfg.shared_keys) else (warpgroup, 0)
+        own = (0, warpgroup) if const_expr(cfg.shared_keys) else (warpgroup, 0)
         block = n_block if const_expr(cfg.shared_keys) else n_block * cfg.consumer_warpgroups + warpgroup
         boxes = (swizzle_columns(cfg.k_part, 2), swizzle_columns(cfg.dv_part, 2))
         for i in cutlass.range_constexpr(2):
@@ -372,26 +473,33 @@ class Bwd16Main:
             narrow.store(acc.load().to(self.dtype))
             mma = self.mainloop.one_warpgroup(part)
             tiled_copy = cute.make_tiled_copy_C(copy_atom, mma).get_slice(tid % 128)
-            own = cute.local_tile(s, (64, part), place)
-            cute.copy(copy_atom, tiled_copy.retile(narrow), tiled_copy.partition_D(own))
+            staged = cute.local_tile(s, (64, part), own)
+            cute.copy(copy_atom, tiled_copy.retile(narrow), tiled_copy.partition_D(staged))
         cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads through the async proxy
         # the warpgroup: all of it has written, and its first warp may store
         cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
         if warp_idx % 4 == 0:
             for i in cutlass.range_constexpr(2):
+                atom, target = stores[i]
+                if const_expr(cfg.varlen):
+                    behind = block * 64 - n_block * cfg.tile_n  # keys of the tile before this warpgroup's
+                    offset, last = ragged_coord(key0 + n_block * cfg.tile_n, stored, behind, 64, 64)
+                    keys, number = cute.domain_offset((offset, 0), target[None, None, head_k, last]), Int32(0)
+                else:
+                    keys, number = target[None, None, head_k, batch], block
                 count = (cfg.dk_part, cfg.dv_part)[i] // boxes[i]
                 for c in cutlass.range_constexpr(count):
-                    column = place[1] * count + c
-                    s_box = cute.local_tile(shared[i], (64, boxes[i]), (place[0], column))
-                    g_box = cute.local_tile(targets[i], (64, boxes[i]), (block, column))
+                    column = own[1] * count + c
+                    s_box = cute.local_tile(shared[i], (64, boxes[i]), (own[0], column))
+                    g_box = cute.local_tile(keys, (64, boxes[i]), (number, column))
                     t_s, t_g = cpasync.tma_partition(
-                        atoms[i],
+                        atom,
                         0,
                         cute.make_layout(1),
                         cute.group_modes(s_box, 0, 2),
                         cute.group_modes(g_box, 0, 2),
                     )
-                    cute.copy(atoms[i], t_s, t_g)
+                    cute.copy(atom, t_s, t_g)
             cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
@@ -430,9 +538,63 @@ class Bwd16bitSm90:
         turn: Int32,
         stream,
     ):
-        self.before.launch(out, dout, lse, dlse, lse2, d_rows, dq_sum, turns, stream)
-        self.main.launch(
-            q, k, v, dout, lse2, d_rows, dq_sum, dk, dv, slopes, turns,
+        self.run(
+            q, k, v, out, dout, lse, dlse, slopes, dq, dk, dv, lse2, d_rows, dq_sum, turns,
             softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, stream,
         )  # fmt: skip
-        self.behind.launch(dq_sum, dq, softmax_scale, stream)
+
+    def run(
+        self, q, k, v, out, dout, lse, dlse, slopes, dq, dk, dv, lse2, d_rows, dq_sum, turns,
+        softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, stream, lengths=(),
+    ):  # fmt: skip
+        """The three launches. lengths: see `Bwd16Main.kernel`."""
+        self.before.launch(
+            out, dout, lse, dlse, lse2, d_rows, dq_sum, turns, stream, (dq, dk, dv), lengths[:2]
+        )
+        self.main.launch(
+            q, k, v, dout, lse2, d_rows, dq_sum, dk, dv, slopes, turns,
+            softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, stream, lengths,
+        )  # fmt: skip
+        self.behind.launch(dq_sum, dq, softmax_scale, stream, lengths[:1])
+
+
+class Bwd16bitVarlenSm90(Bwd16bitSm90):
+    """Likewise for sequences of unlike length."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (total_q, heads_q, head_dim)
+        k: cute.Tensor,  # (total_k, heads_k, head_dim)
+        v: cute.Tensor,
+        out: cute.Tensor,  # (total_q, heads_q, head_dim_v)
+        dout: cute.Tensor,
+        lse: cute.Tensor,  # (heads_q, total_q) float32, natural log
+        dlse: cute.Tensor,  # likewise, may be expanded
+        slopes: cute.Tensor,  # (batch, heads_q)
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        lse2: cute.Tensor,  # these two (heads_q, slots * tile_m)
+        d_rows: cute.Tensor,
+        dq_sum: cute.Tensor,  # (heads_q, slots, tile_m * qk_columns)
+        turns: cute.Tensor,  # (heads_q, slots, warpgroups)
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        seqused_k: cute.Tensor,  # (batch,), or anything where has_used is 0
+        softmax_scale: Float32,
+        score_scale_log2: Float32,
+        softcap_factor: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        has_used: Int32,
+        turn: Int32,
+        stream,
+    ):
+        rows = [one_batch(x) for x in (q, k, v, out, dout, lse, dlse)]
+        work = [one_batch(x) for x in (dq, dk, dv, lse2, d_rows, dq_sum, turns)]
+        self.run(
+            *rows, slopes, *work,
+            softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, stream,
+            (cu_seqlens_q, cu_seqlens_k, seqused_k, has_used),
+        )  # fmt: skip
