@@ -27,6 +27,7 @@ EPILOG = """examples:
   python -m cute_attn.bench --report speed --dtype bf16 --phase prefill --json prefill.json
   python -m cute_attn.bench --report speed --dtype bf16 --phase backward,train --json train.json
   python -m cute_attn.bench --report speed --dtype bf16 --phase decode --json decode.json
+  torchrun --nproc-per-node 2 -m cute_attn.bench --phase ring --world 2 --json ring.json
   python -m cute_attn.bench --report memory --phase forward,train --html memory.html
   python -m cute_attn.bench --render speed.json --html speed.html
   python -m cute_attn.bench --compare before.json after.json
@@ -124,8 +125,8 @@ def build_parser() -> argparse.ArgumentParser:
     text = "8-bit recipes, comma-separated (default: default is timed, errors are reported for every preset "
     text += "and for naive with P lifted)"
     option(what, "--recipe", text, type=_names, metavar="NAMES")
-    text = f"of {comma(peers.PHASES)} (default forward)"
-    option(what, "--phase", text, type=_choices(*peers.PHASES), default=["forward"], metavar="NAMES")
+    text = f"of {comma(peers.PHASES)} (default forward); or ring, alone and under torchrun: several GPUs"
+    option(what, "--phase", text, type=_choices(*peers.PHASES, "ring"), default=["forward"], metavar="NAMES")
     text = f"of {comma(list(peers.PROVIDERS))} (default: by dtype and phase)"
     option(what, "--providers", text, type=_choices(*peers.PROVIDERS), metavar="NAMES")
     text = "safetensors file with q, k, v or NAME.q, NAME.k, NAME.v: report errors on these"
@@ -151,6 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
     option(shapes, "--page-size", text, type=_sizes, metavar="N,...")
 
     count(run, "--rounds", f"timed rounds (default {ROUNDS})")
+    count(run, "--world", "with --phase ring: processes that torchrun has started")
     text = "length of one timed batch, and of the untimed one before it (default %(default)s)"
     option(run, "--min-batch-ms", text, type=float, default=50.0, metavar="MS")
     text = "fewer lengths, rounds and inputs; one kernel for each head_dim and kind of operands"
@@ -571,6 +573,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (OSError, ValueError, report.PlotUnavailable) as error:
             parser.error(f"argument --render: {error}")
     hopper, device = hopper_device()
+    if "ring" in options.phase or options.world:
+        from cute_attn.bench import ring
+
+        try:
+            return ring.main(options, console, argv, hopper)
+        except ValueError as error:
+            parser.error(str(error))
     reports = {
         None: ["speed", "accuracy"] if hopper else ["accuracy", "figures"],
         "all": ["speed", "overhead", "accuracy", "figures", "memory", "io"]

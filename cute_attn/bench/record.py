@@ -33,6 +33,7 @@ PHASES = (
     "decode",
     "prefill",
     "train",
+    "ring",
     "accuracy_kernel",
     "accuracy_total",
     "figures",
