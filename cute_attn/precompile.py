@@ -176,7 +176,7 @@ def kernels(
         for leftpad in (False, True) if varlen else (False,):
             found[_decode_config(shapes, leftpad)] = None
     if backward:
-        for (_, seqlen, cuts), unlike in itertools.product(lengths, (False, True) if varlen else (False,)):
+        for (_, seqlen, cuts), packed in itertools.product(lengths, (False, True) if varlen else (False,)):
             if seqlen > 1:
                 config = plan16.backward16_config(
                     shapes.head_dim,
@@ -185,7 +185,7 @@ def kernels(
                     causal=shapes.causal and not cuts,
                     window=cuts,
                     softcap=shapes.softcap > 0,
-                    varlen=unlike,
+                    varlen=packed,
                 )
                 found[config] = None
     for form in caches:
