@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import cute_attn.bench.__main__ as bench
+from cute_attn import compile as compiler
 from cute_attn.bench import record, ring
 
 no_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
@@ -118,15 +119,34 @@ def test_hidden_share() -> None:
     assert ring.hidden_share(([], [(0, 1)])) is None
 
 
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """The kernels of `distributed_cases.on_gpu` in the disk cache: ranks would compile one after the other."""
+    names = ["--recipe", "accurate,fp8,paper,bf16", "--dtype", "fp16", "--head-dim", "128"]
+    jobs = str(min(24, os.cpu_count() or 1))
+    compiler.main([*names, "--mask", "full,causal,window", "--backward", "--jobs", jobs])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_on_gpus(ranks: int, tmp_path: Path) -> None:
-    """NCCL and the kernels; a ring of one on one GPU."""
+def test_on_gpus(ranks: int, tmp_path: Path, compiled: None) -> None:
+    """NCCL and the kernels; a ring of one on one GPU. What the ranks print says how far they have come."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{torch.cuda.device_count()} GPU; {ranks} are needed")
-    mp.start_processes(
-        distributed_cases.run_gpu_rank, args=(str(tmp_path), ranks), nprocs=ranks, start_method="spawn"
+    begin = time.monotonic()
+    processes = mp.start_processes(
+        distributed_cases.run_gpu_rank,
+        args=(str(tmp_path), ranks),
+        nprocs=ranks,
+        start_method="spawn",
+        join=False,
     )
+    assert processes is not None
+    while not processes.join(timeout=1):
+        if time.monotonic() - begin > distributed_cases.GPU_LIMIT:
+            for process in processes.processes:
+                process.kill()
+            pytest.fail(f"the ranks do not end within {distributed_cases.GPU_LIMIT} s")
     for rank in range(ranks):
         assert (tmp_path / f"gpu.{rank}").read_text() == ""
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import cute_attn.flash_varlen_autograd  # noqa: F401  # has the operator of the gradient
 from cute_attn.distributed.exchange import Ring
 from cute_attn.distributed.merge import Merged
 from cute_attn.distributed.schedule import Call, Mask, calls_between, partners
@@ -253,9 +254,9 @@ def _differentiate(
     sums: Sequence[Tensor],
 ) -> None:
     """Add the gradients that one owner's keys give to those of q, k and v, float32."""
-    for call in calls:
-        rows, keys = slice(*call.rows), slice(*call.keys)
-        more = torch.ops.cute_attn.flash_attn_backward(
+    for batch in _batches(calls, q.shape[0], q.device):
+        rows, keys = batch.rows, batch.keys
+        given = [
             dout[:, rows],
             None if dlse is None else dlse[:, :, rows],
             q[:, rows],
@@ -263,15 +264,24 @@ def _differentiate(
             v[:, keys],
             out[:, rows],
             lse[:, :, rows],
-            None,
+        ]
+        options = (
+            None,  # no ALiBi, and sinks are not the kernel's
             None,
             problem.softmax_scale,
             False,
-            *call.window,
+            *batch.window,
             problem.softcap,
             problem.deterministic,
             problem.backward,
         )
+        if batch.lengths is None:
+            more = torch.ops.cute_attn.flash_attn_backward(*given, *options)
+        else:
+            first = (None if x is None else x[0] for x in given)
+            ends = batch.lengths[:2]
+            more = torch.ops.cute_attn.flash_attn_varlen_backward(*first, *ends, None, *options)
+            more = [x.unsqueeze(0) for x in more]
         for total, part, where in zip(sums, more, (rows, keys, keys), strict=False):
             total[:, where] += part
 
