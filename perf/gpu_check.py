@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {"pytest": 480, "test": 120, "sanitizer": 90}  # seconds; the sanitizers run side by side
 TOOLS = ("memcheck", "racecheck")
-WORKERS = min(14, os.cpu_count() or 1)
+WORKERS = max(1, min(24, (os.cpu_count() or 1) - 2))
 SMALL = (1, 200, 333, 2, 1)  # batch, seqlen_q, seqlen_k, heads_q, heads_k
 
 
