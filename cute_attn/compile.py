@@ -33,15 +33,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cute_attn import cache, decode_plan, plan16, sass, tiles
+from cute_attn import cache, decode_plan, plan16, plan_sm80, sass, tiles
+from cute_attn.backward_tiles import backward16_sm80_config
 from cute_attn.dispatch import EXACT
 from cute_attn.kernels.config import (
     HEAD_DIMS,
     HEAD_DIMS_16BIT,
+    SM80_ARCHS,
     AppendConfig,
     Bwd16Config,
+    Bwd16Sm80Config,
     DecodeConfig,
     Fwd16Config,
+    Fwd16Sm80Config,
     FwdConfig,
     QuantizeConfig,
     UnpackConfig,
@@ -62,7 +66,15 @@ __all__ = [
 ]
 
 KernelConfig = (
-    FwdConfig | Fwd16Config | Bwd16Config | QuantizeConfig | DecodeConfig | AppendConfig | UnpackConfig
+    FwdConfig
+    | Fwd16Config
+    | Fwd16Sm80Config
+    | Bwd16Config
+    | Bwd16Sm80Config
+    | QuantizeConfig
+    | DecodeConfig
+    | AppendConfig
+    | UnpackConfig
 )
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
@@ -123,90 +135,64 @@ def build(config: KernelConfig, options: str = "") -> Any:
     elif isinstance(config, UnpackConfig):
         entry, args = _unpack_arguments(config, wide, scalars)
         arch = config.arch
-    elif isinstance(config, Fwd16Config):
-        from cute_attn.kernels.sm90.fwd_16bit import Fwd16bitSm90, Fwd16bitVarlenSm90
-
+    elif isinstance(config, Fwd16Config | Fwd16Sm80Config):
         element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
-        entry = Fwd16bitSm90(config)
+        of_batch = () if config.varlen else (batch,)
         args = [
-            wide(element, batch, seqlen_q, heads_q, d),
-            wide(element, batch, seqlen_k, heads_k, d),
-            wide(element, batch, seqlen_k, heads_k, d_v),
-            wide(element, batch, seqlen_q, heads_q, d_v),
-            scalars(batch, heads_q, seqlen_q),
+            wide(element, *of_batch, seqlen_q, heads_q, d),
+            wide(element, *of_batch, seqlen_k, heads_k, d),
+            wide(element, *of_batch, seqlen_k, heads_k, d_v),
+            wide(element, *of_batch, seqlen_q, heads_q, d_v),
+            scalars(*of_batch, heads_q, seqlen_q),
             scalars(batch, heads_q),
             scalars(heads_q),
-            cutlass.Float32(1.0),
-            cutlass.Float32(1.0),
-            cutlass.Int32(1),
-            cutlass.Int32(1),
-            cutlass.Int32(1),
-            cutlass.Int32(1),
         ]
         if config.varlen:
-            entry = Fwd16bitVarlenSm90(config)
-            args[:5] = [
-                wide(element, seqlen_q, heads_q, d),
-                wide(element, seqlen_k, heads_k, d),
-                wide(element, seqlen_k, heads_k, d_v),
-                wide(element, seqlen_q, heads_q, d_v),
-                scalars(heads_q, seqlen_q),
-            ]
-            args[7:7] = [integers(ends), integers(ends), integers(cute.sym_int32()), integers(1)]
-            args.append(cutlass.Int32(1))
-    elif isinstance(config, Bwd16Config):
-        from cute_attn.kernels.sm90.bwd import Bwd16bitSm90, Bwd16bitVarlenSm90
+            args += [integers(ends), integers(ends), integers(cute.sym_int32())]
+        scores = [cutlass.Float32(1.0), cutlass.Float32(1.0), cutlass.Int32(1), cutlass.Int32(1)]
+        if isinstance(config, Fwd16Config):
+            from cute_attn.kernels.sm90.fwd_16bit import Fwd16bitSm90, Fwd16bitVarlenSm90
 
+            entry = Fwd16bitVarlenSm90(config) if config.varlen else Fwd16bitSm90(config)
+            args += [integers(1)] if config.varlen else []
+            args += [*scores, *[cutlass.Int32(1)] * (3 if config.varlen else 2)]
+        else:
+            from cute_attn.kernels.sm80.fwd import Fwd16bitSm80, Fwd16bitVarlenSm80
+
+            entry, arch = Fwd16bitVarlenSm80(config) if config.varlen else Fwd16bitSm80(config), config.arch
+            args += [*scores, *[cutlass.Int32(1)] * (2 if config.varlen else 1)]
+    elif isinstance(config, Bwd16Config | Bwd16Sm80Config):
         element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
-        entry = Bwd16bitSm90(config)
+        if isinstance(config, Bwd16Config):
+            from cute_attn.kernels.sm90.bwd import Bwd16bitSm90, Bwd16bitVarlenSm90
+
+            entry = Bwd16bitVarlenSm90(config) if config.varlen else Bwd16bitSm90(config)
+        else:
+            from cute_attn.kernels.sm80.bwd import Bwd16bitSm80, Bwd16bitVarlenSm80
+
+            entry, arch = Bwd16bitVarlenSm80(config) if config.varlen else Bwd16bitSm80(config), config.arch
         rows, blocks = (cute.sym_int32() for _ in range(2))
-        turns = (batch, heads_q, blocks, config.consumer_warpgroups)
+        of_batch = () if config.varlen else (batch,)
         args = [
-            wide(element, batch, seqlen_q, heads_q, d),
-            wide(element, batch, seqlen_k, heads_k, d),
-            wide(element, batch, seqlen_k, heads_k, d_v),
-            wide(element, batch, seqlen_q, heads_q, d_v),
-            wide(element, batch, seqlen_q, heads_q, d_v),
-            scalars(batch, heads_q, seqlen_q),
-            scalars(batch, heads_q, seqlen_q),
+            wide(element, *of_batch, seqlen_q, heads_q, d),
+            wide(element, *of_batch, seqlen_k, heads_k, d),
+            wide(element, *of_batch, seqlen_k, heads_k, d_v),
+            wide(element, *of_batch, seqlen_q, heads_q, d_v),
+            wide(element, *of_batch, seqlen_q, heads_q, d_v),
+            scalars(*of_batch, heads_q, seqlen_q),
+            scalars(*of_batch, heads_q, seqlen_q),
             scalars(batch, heads_q),
-            wide(element, batch, seqlen_q, heads_q, d),
-            wide(element, batch, seqlen_k, heads_k, d),
-            wide(element, batch, seqlen_k, heads_k, d_v),
-            wide(cutlass.Float32, batch, heads_q, rows),
-            wide(cutlass.Float32, batch, heads_q, rows),
-            wide(cutlass.Float32, batch, heads_q, blocks, config.tile_m * config.qk_columns),
-            _int32(*turns),
-            cutlass.Float32(1.0),
-            cutlass.Float32(1.0),
-            cutlass.Float32(1.0),
-            cutlass.Int32(1),
-            cutlass.Int32(1),
-            cutlass.Int32(1),
+            wide(element, *of_batch, seqlen_q, heads_q, d),
+            wide(element, *of_batch, seqlen_k, heads_k, d),
+            wide(element, *of_batch, seqlen_k, heads_k, d_v),
+            wide(cutlass.Float32, *of_batch, heads_q, rows),
+            wide(cutlass.Float32, *of_batch, heads_q, rows),
+            wide(cutlass.Float32, *of_batch, heads_q, blocks, config.tile_m * config.qk_columns),
+            _int32(*of_batch, heads_q, blocks, config.dq_parts),
         ]
         if config.varlen:
-            entry = Bwd16bitVarlenSm90(config)
-            args[:15] = [
-                wide(element, seqlen_q, heads_q, d),
-                wide(element, seqlen_k, heads_k, d),
-                wide(element, seqlen_k, heads_k, d_v),
-                wide(element, seqlen_q, heads_q, d_v),
-                wide(element, seqlen_q, heads_q, d_v),
-                scalars(heads_q, seqlen_q),
-                scalars(heads_q, seqlen_q),
-                scalars(batch, heads_q),
-                wide(element, seqlen_q, heads_q, d),
-                wide(element, seqlen_k, heads_k, d),
-                wide(element, seqlen_k, heads_k, d_v),
-                wide(cutlass.Float32, heads_q, rows),
-                wide(cutlass.Float32, heads_q, rows),
-                wide(cutlass.Float32, heads_q, blocks, config.tile_m * config.qk_columns),
-                _int32(*turns[1:]),
-                integers(ends),
-                integers(ends),
-                integers(cute.sym_int32()),
-            ]
-            args.append(cutlass.Int32(1))
+            args += [integers(ends), integers(ends), integers(cute.sym_int32())]
+        args += [*[cutlass.Float32(1.0)] * 3, *[cutlass.Int32(1)] * (4 if config.varlen else 3)]
     elif isinstance(config, FwdConfig):
         from cute_attn.kernels.entry import FwdEntry, FwdVarlenEntry
         from cute_attn.kernels.sm90.fwd_8bit import Fwd8bitSm90, Fwd8bitVarlenSm90
@@ -456,6 +442,7 @@ def configurations() -> list[KernelConfig]:
         *tiles.all_forward_configs(),
         *tiles.all_quantize_configs(),
         *plan16.all_forward16_configs(),
+        *plan_sm80.all_forward16_sm80_configs(),
         *decode_plan.all_decode_configs(),
     ]
 
@@ -617,6 +604,7 @@ def _chosen_decode(
     features: Sequence[frozenset[str]],
     groups: Sequence[int],
     caches: Sequence[str],
+    arch: str,
 ) -> list[KernelConfig]:
     """Kernels for one query of each of these groups of heads against caches of these forms (`decode_plan.FORMS`), and
     those that append to them."""
@@ -625,10 +613,40 @@ def _chosen_decode(
         options: dict[str, Any] = decode_plan.FORMS[form]
         for chosen, group in itertools.product(features, groups):
             given = options | dict.fromkeys(chosen, True)
-            config = decode_plan.decode_config(head_dim, head_dim_v, dtype, rows=group, **given)
+            config = decode_plan.decode_config(head_dim, head_dim_v, dtype, rows=group, arch=arch, **given)
             configs[config] = None
         codes = {name: x for name, x in options.items() if name != "page_size"}
-        configs[AppendConfig(head_dim, head_dim_v, dtype, **codes, paged="page_size" in options)] = None
+        append = AppendConfig(head_dim, head_dim_v, dtype, **codes, paged="page_size" in options, arch=arch)
+        configs[append] = None
+    return list(configs)
+
+
+def _chosen_sm80(
+    arch: str,
+    head_dims: Sequence[tuple[int, int]],
+    dtypes: Sequence[str],
+    masks: Sequence[str],
+    features: Sequence[frozenset[str]],
+    groups: Sequence[int],
+    varlen: bool = False,
+    backward: bool = False,
+) -> list[KernelConfig]:
+    """The 16-bit kernels by mma.sync for `arch`; otherwise as `_chosen16`."""
+    configs: dict[KernelConfig, None] = {}
+    for (head_dim, head_dim_v), dtype, mask, chosen in itertools.product(head_dims, dtypes, masks, features):
+        options = dict.fromkeys(chosen, True) | ({} if mask == "full" else {mask: True})
+        for unlike, group in itertools.product((False, True) if varlen else (False,), groups):
+            config = plan_sm80.forward16_sm80_config(
+                head_dim, head_dim_v, dtype, arch=arch, **options, varlen=unlike
+            )
+            configs[dataclasses.replace(config, pack_gqa=group)] = None
+        if backward:
+            options.pop("sinks", None)  # as in `_chosen16`
+            for unlike in (False, True) if varlen else (False,):
+                gradients = backward16_sm80_config(
+                    head_dim, head_dim_v, dtype, arch=arch, **options, varlen=unlike
+                )
+                configs[gradients] = None
     return list(configs)
 
 
@@ -719,7 +737,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m cute_attn.compile", description="Compile kernels into the disk cache. Needs no GPU."
     )
-    parser.add_argument("--arch", choices=(ARCH,), default=ARCH, help="target (default: %(default)s)")
+    parser.add_argument(
+        "--arch",
+        choices=(ARCH, *(arch for arch in SM80_ARCHS if arch != ARCH)),
+        default=ARCH,
+        help=f"target; others than {ARCH} have 16-bit kernels alone (default: %(default)s)",
+    )
     parser.add_argument(
         "--recipe",
         type=_several(names),
@@ -786,6 +809,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder is None:
         print("the disk cache is off, there is nothing to fill", file=sys.stderr)
         return 1
+    if args.arch != ARCH:
+        if set(args.recipe or [EXACT]) != {EXACT}:
+            parser.error(f"argument --recipe: {args.arch} has 16-bit kernels alone; allowed: {EXACT}")
+        args.recipe = [EXACT]
     if args.model is None:
         names = args.recipe or ["default"]
         recipes = [name for name in names if name != EXACT]
@@ -800,9 +827,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                     parser.error(f"argument --{option}: only 16-bit kernels; name {EXACT} in --recipe")
         common = (args.head_dim, args.dtype, args.mask, args.features, args.pack_gqa)
         configs = _chosen(recipes, *common) if recipes else []
-        if EXACT in names:
+        if args.arch != ARCH:
+            configs += _chosen_sm80(args.arch, *common, args.varlen, args.backward)
+        elif EXACT in names:
             configs += _chosen16(*common, args.varlen, args.backward)
-        configs += _chosen_decode(args.head_dim, args.dtype, args.features, args.pack_gqa, args.cache)
+        configs += _chosen_decode(
+            args.head_dim, args.dtype, args.features, args.pack_gqa, args.cache, args.arch
+        )
     else:
         from cute_attn import precompile
 
@@ -817,6 +848,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             varlen=args.varlen,
             backward=args.backward,
             caches=args.cache,
+            arch=args.arch,
         )
     start, failed = time.perf_counter(), 0
     for config, done in fill_cache(configs, args.jobs):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import api, flash, validate
-from cute_attn.problem import device_capability
+from cute_attn.problem import ARCHS, device_capability
 from cute_attn.quantize import PRESETS, Fp8Recipe, resolve_recipe
 from cute_attn.remember import Remembered
 from cute_attn.tracing import caller_level
@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 EXACT: Final = "bf16"  # the 16-bit kernel, in the dtype of the tensors
+BACKENDS: Final = ("auto", "sm90", "sm80", "emulator")
 TORCH: Final = "torch.nn.functional.scaled_dot_product_attention"
 FALLBACKS: Final = ("torch", "error")
 
@@ -128,8 +129,8 @@ def check_options(precision: object, backend: object, fallback: object) -> Preci
         TypeError: precision is neither a str nor an `Fp8Recipe`.
         ValueError: unknown precision, backend or fallback.
     """
-    if backend not in validate.BACKENDS:
-        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, validate.BACKENDS))}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
     if fallback not in FALLBACKS:
         raise ValueError(f"fallback is {fallback!r}; allowed: {', '.join(map(repr, FALLBACKS))}")
     if isinstance(precision, Fp8Recipe):
@@ -161,13 +162,14 @@ def choose(
     Args:
         q, k, v: (batch, seqlen, heads, head_dim) as in `flash_attn_func`; what is not allowed there goes to torch.
         precision: "bf16" or a recipe, of `check_options`.
-        backend: "auto" (kernels on a Hopper GPU, else torch), "sm90" (the same, and an error without a Hopper GPU) or
-            "emulator" (the kernels' stand-ins in torch: the emulator of the 8-bit kernels, and for the 16-bit one the
-            definition in float32).
+        backend: "auto" (the kernels of the GPU at hand, else torch: on Hopper those of 8 and 16 bits, on compute
+            capability 8 the 16-bit one), "sm90" (the same on a Hopper GPU, else an error), "sm80" (the 16-bit kernel of
+            compute capability 8, which runs on Hopper, too, and an error elsewhere) or "emulator" (the kernels'
+            stand-ins in torch: the emulator of the 8-bit kernels, and for the 16-bit one the definition in float32).
         causal, softmax_scale, window, softcap, sinks: as in `flash_attn_func` (window: `window_size`).
 
     Raises:
-        ValueError: backend "sm90" and q is not on a Hopper GPU.
+        ValueError: backend "sm90" or "sm80" and q is not on a GPU that it has kernels for.
     """
     described = signature(q, k, v, sinks)
     options = (precision, backend, causal, type(causal), softmax_scale, type(softmax_scale), window, softcap)
@@ -202,13 +204,23 @@ def _choose(
     if reason is not None:
         return Choice(TORCH, "torch", reason)
     capability = device_capability(q.device)
-    validate.check_backend(backend, capability)
+    eight = backend != "sm80"  # whether there are 8-bit kernels
+    if backend == "sm80":
+        flash.target(backend, q)  # which refuses GPUs without them
+    else:
+        validate.check_backend(backend, capability)
     if backend == "auto" and (capability is None or capability[0] != 9):
         where = (
             q.device if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
         )
-        return Choice(TORCH, "torch", f"q is on {where}, and the kernels need a Hopper GPU (H100, H200)")
+        if capability not in ARCHS:
+            need = "the kernels need a GPU of compute capability 8.0 to 8.9 or 9.x"
+            return Choice(TORCH, "torch", f"q is on {where}, and {need}")
+        eight = False
     for candidate in dict.fromkeys((precision, EXACT)):
+        if candidate != EXACT and not eight:
+            reason = "the 8-bit kernels need a Hopper GPU (H100, H200) and backend 'auto' or 'sm90'"
+            continue
         try:
             kernel = _kernel(q, k, v, candidate, backend, causal, softmax_scale, window, softcap, sinks)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -309,13 +321,15 @@ def is_supported(
     if capability is None:
         there = torch.cuda.is_available() and torch.version.cuda is not None
         capability = torch.cuda.get_device_capability() if there else None
-    if capability is None or capability[0] != 9:
+    hopper = capability is not None and capability[0] == 9
+    if not hopper and (capability not in ARCHS or precision != EXACT):
         where = (
             "there is no NVIDIA GPU"
             if capability is None
             else f"the GPU is of {capability[0]}.{capability[1]}"
         )
-        return Support(False, f"{where}; allowed: compute capability 9.x (Hopper: H100, H200)")
+        also = "8.0 to 8.9 or " if precision == EXACT else ""
+        return Support(False, f"{where}; allowed: compute capability {also}9.x (Hopper: H100, H200)")
     if attn_mask:
         return Support(False, "a mask tensor is given; allowed: causal, window_size")
     if dropout_p:
@@ -336,7 +350,7 @@ def is_supported(
     except (TypeError, ValueError, NotImplementedError) as error:
         return Support(False, str(error))
     if precision == EXACT:
-        return Support(True, "the 16-bit kernel")
+        return Support(True, "the 16-bit kernel" if hopper else "the 16-bit kernel by mma.sync")
     return Support(True, f"the 8-bit kernels, recipe {resolve_recipe(precision).name!r}")
 
 

@@ -148,6 +148,7 @@ def _gpu() -> Iterator[Finding]:
     import torch
 
     from cute_attn.bench.record import gpu_state
+    from cute_attn.problem import ARCHS
 
     if torch.version.cuda is None:
         yield Finding(
@@ -168,15 +169,22 @@ def _gpu() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         found = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
-        hopper = major == 9
+        advice = ""
+        if (major, minor) in ARCHS and major == 8:
+            advice = (
+                "Its kernels are of 16 bits. 8-bit calls run the emulator; sdpa and hf run them in 16 bits."
+            )
+        elif major != 9:
+            advice = "No kernel for it: its tensors are left to torch or the emulator."
+        yield Finding(f"GPU {index}", "note" if advice else "ok", found, advice)
+    there = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+    if not any(each in ARCHS or each[0] == 9 for each in there):
         yield Finding(
-            f"GPU {index}",
-            "ok" if hopper else "note",
-            found,
-            "" if hopper else "No kernel for it: its tensors are left to torch or the emulator.",
+            "GPU with kernels",
+            "problem",
+            "none",
+            "The kernels need an H100 or H200, or in 16 bits a GPU of compute capability 8.0 to 8.9.",
         )
-    if not any(torch.cuda.get_device_capability(i)[0] == 9 for i in range(torch.cuda.device_count())):
-        yield Finding("Hopper GPU", "problem", "none", "The kernels need an H100 or H200.")
     driver = str(gpu_state()["driver"] or "")
     known = driver.split(".")[0].isdecimal()
     recent = known and int(driver.split(".")[0]) >= MIN_DRIVER

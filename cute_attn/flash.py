@@ -1,7 +1,9 @@
-"""16-bit attention with flash-attn's functions: FlashAttention-3's forward (arXiv 2407.08608, sections 3.1 and 3.2).
+"""16-bit attention with flash-attn's functions: FlashAttention-3's forward (arXiv 2407.08608, sections 3.1 and 3.2) on
+Hopper GPUs, FlashAttention-2's (arXiv 2307.08691) on those of compute capability 8.
 
-The path of a call is check -> plan (`plan16.forward16_config`) -> launch. There is no emulator of the 16-bit kernel:
-away from a Hopper GPU a call is an error unless `backend="reference"` asks for the definition in float32.
+The path of a call is check -> plan (`plan16.forward16_config`, `plan_sm80.forward16_sm80_config`) -> launch. There is
+no emulator of the 16-bit kernels: away from these GPUs a call is an error unless `backend="reference"` asks for the
+definition in float32.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import torch
 from torch import Tensor
 
 from cute_attn import validate
-from cute_attn.kernels.config import HEAD_DIMS_16BIT, Fwd16Config
+from cute_attn.kernels.config import HEAD_DIMS_16BIT, Fwd16Config, Fwd16Sm80Config
 from cute_attn.plan16 import Plan16, Problem16, forward16_config, make_plan16
-from cute_attn.problem import cutting_ends, device_capability
+from cute_attn.plan_sm80 import forward16_sm80_config
+from cute_attn.problem import ARCHS, cutting_ends, device_capability
 from cute_attn.remember import Remembered
 from cute_attn.tiles import DTYPE_NAMES
 
@@ -29,7 +32,11 @@ __all__ = [
     "reference",
 ]
 
-BACKENDS: Final = ("auto", "sm90", "reference")
+BACKENDS: Final = ("auto", "sm90", "sm80", "reference")
+
+_LONG_ROWS: Final = 2**25
+"""Elements from row to row from which the mma.sync kernel does not read k and v where they are: it counts the bytes of
+a few rows in int32."""
 
 
 def flash_attn_func(
@@ -77,8 +84,9 @@ def flash_attn_func(
             `flash_attn_varlen_func` runs; a tensor whose batch and rows are not one dimension in memory is copied.
         return_lse: also return the log-sum-exp of each row's scores.
         sinks: (heads_q,) float32: one more logit in the softmax of every row of a head, which has no value.
-        backend: "auto" or "sm90" (the Hopper kernel), or "reference" (torch in float32, any device, with the scores in
-            memory).
+        backend: "auto" (the kernel for the GPU at hand), "sm90" (the Hopper kernel), "sm80" (the mma.sync kernel of
+            compute capability 8, which runs on Hopper, too), or "reference" (torch in float32, any device, with the
+            scores in memory).
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) of q's dtype; with `return_lse` also lse (batch, heads_q, seqlen_q)
@@ -86,7 +94,7 @@ def flash_attn_func(
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
-        ValueError: a shape, stride, device or value that is not allowed, or no Hopper GPU.
+        ValueError: a shape, stride, device or value that is not allowed, or no GPU that the backend has a kernel for.
         NotImplementedError: dropout, return_attn_probs, or grad mode is on and alibi_slopes require grad.
     """
     side = {"alibi_slopes": alibi_slopes, "sinks": sinks}
@@ -307,11 +315,11 @@ def _parts(name: str, x: object, rows: str, count: int) -> tuple[Tensor, ...]:
 class _Plan:
     """What a call with these shapes, strides and options does."""
 
-    config: Fwd16Config | None  # None: the reference
+    config: Fwd16Config | Fwd16Sm80Config | None  # None: the reference
     softmax_scale: float
     softcap: float
     window: tuple[int, int]  # -1 without an end
-    loadable: tuple[bool, bool, bool]  # whether TMA can read tensors of the strides of q, k, v
+    loadable: tuple[bool, bool, bool]  # whether the kernel can read tensors of the strides of q, k, v
 
 
 _plans: Remembered[_Plan] = Remembered()
@@ -331,15 +339,16 @@ def _plan(
     _check_tensors(q, k, v)
     scale = validate.check_softmax_scale(softmax_scale, q.shape[3])
     validate.check_side_tensors(q.shape[0], q.shape[2], q.device, **side)
-    _check_backend(backend, q)
+    arch = target(backend, q)
     batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_k, head_dim_v = v.shape[1:]
-    loadable = (_loadable(q), _loadable(k), _loadable(v))
-    if backend == "reference" or 0 in (batch, seqlen_q, seqlen_k):
+    loadable = all_loadable(q, k, v, arch)
+    if arch == "reference" or 0 in (batch, seqlen_q, seqlen_k):
         return _Plan(None, scale, softcap, window, loadable)
     left, right = cutting_ends(window, seqlen_q, seqlen_k)
     causal = (left, right) == (-1, 0)
-    config = forward16_config(
+    config = kernel_config(
+        arch,
         head_dim,
         head_dim_v,
         DTYPE_NAMES[q.dtype],
@@ -352,6 +361,27 @@ def _plan(
         seqlen_q=seqlen_q,
     )
     return _Plan(config, scale, softcap, (left, right), loadable)
+
+
+def kernel_config(arch: str, *sizes: Any, **properties: Any) -> Fwd16Config | Fwd16Sm80Config:
+    """Configuration of the forward kernel for a target of `target`; arguments of `plan16.forward16_config`."""
+    if arch == "sm90":
+        return forward16_config(*sizes, **properties)
+    return forward16_sm80_config(*sizes, arch=arch, **properties)
+
+
+def all_loadable(q: Tensor, k: Tensor, v: Tensor, arch: str) -> tuple[bool, bool, bool]:
+    """Whether the kernel for a target of `target` can read tensors of the strides of q, k and v."""
+    if arch == "sm90":
+        return _loadable(q), _loadable(k), _loadable(v)
+
+    def by_copies(x: Tensor) -> bool:
+        return all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+
+    def near(x: Tensor) -> bool:  # tensors of rows are (..., rows, heads, head_dim)
+        return x.stride(-3) < _LONG_ROWS
+
+    return by_copies(q), by_copies(k) and near(k), by_copies(v) and near(v)
 
 
 def _loadable(x: Tensor) -> bool:
@@ -419,20 +449,28 @@ def _check_tensors(q: object, k: object, v: object) -> None:
     validate._check_heads(q.shape[2], k.shape[2])
 
 
-def _check_backend(backend: object, q: Tensor) -> None:
+def target(backend: object, q: Tensor) -> str:
+    """What a call of this backend runs: "sm90", "reference", or the architecture of a mma.sync kernel, as "sm_80".
+
+    Raises:
+        ValueError: an unknown backend, or no GPU that it has a kernel for.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
     if backend == "reference":
-        return
+        return "reference"
     capability = device_capability(q.device)
-    if capability is None or capability[0] != 9:
-        where = f"device {q.device}"
-        if capability is not None:
-            where += f", a GPU of compute capability {capability[0]}.{capability[1]}"
-        raise ValueError(
-            f"q is on {where}; allowed: a GPU of compute capability 9.x (Hopper: H100, H200), or "
-            "backend='reference'"
-        )
+    if capability is not None and capability[0] == 9 and backend != "sm80":
+        return "sm90"
+    if capability in ARCHS and backend != "sm90":
+        return ARCHS[capability]
+    where = f"device {q.device}"
+    if capability is not None:
+        where += f", a GPU of compute capability {capability[0]}.{capability[1]}"
+    allowed = "9.x (Hopper: H100, H200)" if backend == "sm90" else "8.0 to 8.9 or 9.x"
+    raise ValueError(
+        f"q is on {where}; allowed: a GPU of compute capability {allowed}, or backend='reference'"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -473,7 +511,7 @@ def _attend(
 
 
 def _loaded(x: Tensor, loadable: bool) -> Tensor:
-    """`x`, or a contiguous copy where TMA cannot read it: by its strides, or as its address is odd."""
+    """`x`, or a contiguous copy where the kernel cannot read it: by its strides, or as its address is odd."""
     return x if _read_in_place(x, loadable) else x.clone(memory_format=torch.contiguous_format)
 
 

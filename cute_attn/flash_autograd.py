@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from cute_attn import flash, validate
+from cute_attn.backward_tiles import backward16_sm80_config
 from cute_attn.flash_backward import reference_backward
-from cute_attn.kernels.config import Bwd16Config, Fwd16Config
+from cute_attn.kernels.config import Bwd16Config, Bwd16Sm80Config, Fwd16Config, Fwd16Sm80Config
 from cute_attn.plan16 import backward16_config
 
 __all__ = ["attend", "backward", "backward_config", "operator_options"]
@@ -163,19 +164,15 @@ def backward(
     return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, lse, d)
 
 
-def backward_config(forward: Fwd16Config, deterministic: bool = False) -> Bwd16Config:
-    """The backward of what `forward` computes."""
-    return backward16_config(
-        forward.head_dim,
-        forward.head_dim_v,
-        forward.dtype,
-        causal=forward.causal,
-        window=forward.window,
-        softcap=forward.softcap,
-        alibi=forward.alibi,
-        deterministic=deterministic,
-        varlen=forward.varlen,
-    )
+def backward_config(
+    forward: Fwd16Config | Fwd16Sm80Config, deterministic: bool = False
+) -> Bwd16Config | Bwd16Sm80Config:
+    """The backward of what `forward` computes, by the instructions that it has."""
+    dims = (forward.head_dim, forward.head_dim_v, forward.dtype)
+    features = {name: getattr(forward, name) for name in ("causal", "window", "softcap", "alibi", "varlen")}
+    if isinstance(forward, Fwd16Sm80Config):
+        return backward16_sm80_config(*dims, arch=forward.arch, deterministic=deterministic, **features)
+    return backward16_config(*dims, deterministic=deterministic, **features)
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, d: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cute_attn import flash, validate
 from cute_attn.flash import _Plan
-from cute_attn.plan16 import forward16_config
 from cute_attn.problem import cutting_ends
 from cute_attn.remember import Remembered
 from cute_attn.tiles import DTYPE_NAMES
@@ -89,7 +88,7 @@ def flash_attn_varlen_func(
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
-        ValueError: a shape, stride, device or value that is not allowed, or no Hopper GPU.
+        ValueError: a shape, stride, device or value that is not allowed, or no GPU that the backend has a kernel for.
         NotImplementedError: dropout, return_attn_probs, block_table, or grad mode is on and alibi_slopes require grad.
     """
     if block_table is not None:
@@ -375,13 +374,14 @@ def _plan(
     validate.check_side_tensors(batch, heads_q, q.device, **side)
     if total_q * heads_q >= _ROWS_LIMIT or total_k >= _ROWS_LIMIT:
         raise ValueError(f"q has {total_q} rows of {heads_q} heads, k {total_k} rows; allowed: below 2^31")
-    flash._check_backend(backend, q)
-    loadable = (flash._loadable(q), flash._loadable(k), flash._loadable(v))
-    if backend == "reference" or 0 in (batch, total_q, total_k):
+    arch = flash.target(backend, q)
+    loadable = flash.all_loadable(q, k, v, arch)
+    if arch == "reference" or 0 in (batch, total_q, total_k):
         return _Plan(None, scale, softcap, window, loadable)
     left, right = cutting_ends(window, total_q, total_k)  # as if of one sequence: the others are shorter
     causal = (left, right) == (-1, 0)
-    config = forward16_config(
+    config = flash.kernel_config(
+        arch,
         head_dim,
         head_dim_v,
         DTYPE_NAMES[q.dtype],

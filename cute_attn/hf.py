@@ -60,8 +60,9 @@ def register(
 
     Args:
         policy: a `LayerPolicy` or the path of its file; with it there is "cute_attn_policy", too.
-        backend: "auto" (kernels on a Hopper GPU, else torch), "sm90" (an error without a Hopper GPU) or "emulator" (the
-            kernels' stand-ins in torch, on any device).
+        backend: "auto" (kernels of the GPU at hand, else torch), "sm90" (an error without a Hopper GPU), "sm80" (the
+            16-bit kernel of compute capability 8; an error elsewhere) or "emulator" (the kernels' stand-ins in torch,
+            on any device).
         fallback: "torch", or "error" to refuse what no kernel takes.
 
     Returns:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from cute_attn import validate
 from cute_attn.kernels.config import E4M3_ARCHS, HEAD_DIMS_16BIT
-from cute_attn.problem import device_capability
+from cute_attn.problem import ARCHS, device_capability
 
-BACKENDS: Final = ("auto", "sm90", "reference")
-ARCHS: Final = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_87", (8, 9): "sm_89", (9, 0): "sm_90a"}
+BACKENDS: Final = ("auto", "sm90", "sm80", "reference")
 E4M3: Final = torch.float8_e4m3fn
 
 INDICES: Final = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table")

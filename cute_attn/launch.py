@@ -28,6 +28,7 @@ from cute_attn.kernels.config import (
     V_KEY_PERMUTATION,
     V_SCALE_GROUP,
     Fwd16Config,
+    Fwd16Sm80Config,
     FwdConfig,
     QuantizeConfig,
 )
@@ -549,7 +550,7 @@ def launch_forward16(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    config: Fwd16Config,
+    config: Fwd16Config | Fwd16Sm80Config,
     *,
     softmax_scale: float,
     softcap: float = 0.0,
@@ -568,7 +569,7 @@ def launch_forward16(
         window: keys before and behind a query's own position, -1 for all; read where `config` has it.
         alibi_slopes: (batch, heads_q) float32, any strides, where `config` has it.
         sinks: (heads_q,) float32, likewise.
-        sms: CTAs at most; default the SMs of the device.
+        sms: CTAs at most of the Hopper kernel; default the SMs of the device.
 
     Returns:
         (out, lse): (batch, seqlen_q, heads_q, head_dim_v) of q's dtype, (batch, heads_q, seqlen_q) float32.
@@ -579,7 +580,12 @@ def launch_forward16(
     q, *factors = _factors16(q, softmax_scale, softcap)
     out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
     lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
-    sms = _sms(device) if sms is None else sms
+    order: tuple[int, ...]
+    if isinstance(config, Fwd16Config):
+        sms = _sms(device) if sms is None else sms
+        order = (sms, heads_in_turn(config, batch, heads_q, heads_k, seqlen_q, seqlen_k, sms))
+    else:
+        order = (_heads_together(config, batch * heads_k, seqlen_k),)
     compile_kernel(config)(
         q,
         k,
@@ -590,10 +596,16 @@ def launch_forward16(
         _zero(device).expand(heads_q) if sinks is None else sinks,
         *factors,
         *_window_ends(window, seqlen_q, seqlen_k),
-        sms,
-        heads_in_turn(config, batch, heads_q, heads_k, seqlen_q, seqlen_k, sms),
+        *order,
     )
     return out, lse
+
+
+def _heads_together(config: Fwd16Sm80Config, heads: int, seqlen_k: int) -> int:
+    """Of `heads` key heads of all sequences, those whose tiles are mixed, the longest first, under a causal mask: as
+    many as keep their K and V in L2. A CTA starts where one has ended, so nothing else has to come out even."""
+    head_bytes = 2 * seqlen_k * (config.head_dim + config.head_dim_v)
+    return min(max(_BYTES_IN_TURN // head_bytes, 1), heads) if config.causal else 1
 
 
 def launch_forward16_varlen(
@@ -602,7 +614,7 @@ def launch_forward16_varlen(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    config: Fwd16Config,
+    config: Fwd16Config | Fwd16Sm80Config,
     *,
     seqused_k: Tensor | None = None,
     softmax_scale: float,
@@ -636,7 +648,7 @@ def launch_forward16_varlen(
         out = torch.empty((total_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
     if lse is None:
         lse = torch.empty((heads_q, total_q), dtype=torch.float32, device=device)
-    counter = torch.empty((1,), dtype=torch.int32, device=device)
+    hopper = isinstance(config, Fwd16Config)
     compile_kernel(config)(
         q,
         k,
@@ -648,11 +660,11 @@ def launch_forward16_varlen(
         cu_seqlens_q,
         cu_seqlens_k,
         cu_seqlens_k if seqused_k is None else seqused_k,
-        counter,
+        *([torch.empty((1,), dtype=torch.int32, device=device)] if hopper else []),  # counter of tiles
         *factors,
         *_window_ends(window, total_q, total_k),
         2 if only_starts else int(seqused_k is not None),
-        _sms(device) if sms is None else sms,
+        *([_sms(device) if sms is None else sms] if hopper else []),
         _BYTES_IN_TURN // (2 * (head_dim + head_dim_v)),
     )
     return out, lse

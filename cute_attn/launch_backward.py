@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.compile import compile_kernel
-from cute_attn.kernels.config import Bwd16Config
+from cute_attn.kernels.config import Bwd16Config, Bwd16Sm80Config
 from cute_attn.launch import LOG2_E, _window_ends, _zero
 from cute_attn.launch_varlen import slots
 
@@ -21,7 +21,7 @@ def launch_backward16(
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
-    config: Bwd16Config,
+    config: Bwd16Config | Bwd16Sm80Config,
     *,
     dlse: Tensor | None = None,
     softmax_scale: float,
@@ -51,14 +51,14 @@ def launch_backward16(
     dq_sum = torch.empty(
         (batch, heads_q, blocks, config.tile_m * config.qk_columns), dtype=torch.float32, device=device
     )
-    # of each warpgroup's part: key tiles that have added to it
+    # of each part: key tiles that have added to it
     turns = torch.empty(
-        (batch, heads_q, blocks, config.consumer_warpgroups) if config.deterministic else (1, 1, 1, 1),
+        (batch, heads_q, blocks, config.dq_parts) if config.deterministic else (1, 1, 1, 1),
         dtype=torch.int32,
         device=device,
     )
     if not config.deterministic:
-        turns = turns.expand(batch, heads_q, blocks, config.consumer_warpgroups)
+        turns = turns.expand(batch, heads_q, blocks, config.dq_parts)
     zero = _zero(device)
     compile_kernel(config)(
         q,
@@ -92,7 +92,7 @@ def launch_backward16_varlen(
     dout: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    config: Bwd16Config,
+    config: Bwd16Config | Bwd16Sm80Config,
     *,
     seqused_k: Tensor | None = None,
     dlse: Tensor | None = None,
@@ -123,7 +123,7 @@ def launch_backward16_varlen(
     dq_sum = torch.empty(
         (heads_q, blocks, config.tile_m * config.qk_columns), dtype=torch.float32, device=device
     )
-    shape = (heads_q, blocks, config.consumer_warpgroups)
+    shape = (heads_q, blocks, config.dq_parts)
     turns = torch.empty(shape if config.deterministic else (1, 1, 1), dtype=torch.int32, device=device)
     zero = _zero(device)
     compile_kernel(config)(
@@ -162,7 +162,7 @@ def _factors(softmax_scale: float, softcap: float) -> tuple[float, float, float]
     )
 
 
-def _heads_in_turn(config: Bwd16Config, heads: int, rows: int) -> int:
+def _heads_in_turn(config: Bwd16Config | Bwd16Sm80Config, heads: int, rows: int) -> int:
     """Of `heads` heads of K, those whose tiles are mixed under a causal mask; each has `rows` rows of queries."""
     row_bytes = (
         2 * (config.head_dim + config.head_dim_v) + 4 * config.qk_columns

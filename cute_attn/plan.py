@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from cute_attn.kernels.config import SMEM_LIMIT, Fwd16Config, FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import SMEM_LIMIT, Fwd16Config, Fwd16Sm80Config, FwdConfig, QuantizeConfig
 from cute_attn.problem import Features, Problem
 from cute_attn.quantize import Fp8Recipe
 from cute_attn.tiles import DTYPE_NAMES, find_tile, forward_config, quantize_config
@@ -177,7 +177,9 @@ def tiles_text(config: FwdConfig | Fwd16Config, steps: str) -> str:
     )
 
 
-def work_tiles(config: FwdConfig | Fwd16Config, batch: int, seqlen_q: int, heads_q: int, heads_k: int) -> int:
+def work_tiles(
+    config: FwdConfig | Fwd16Config | Fwd16Sm80Config, batch: int, seqlen_q: int, heads_q: int, heads_k: int
+) -> int:
     """Tiles of query rows that the kernel of `config` computes."""
     return _tiles(seqlen_q, heads_q // heads_k, config.pack_gqa, config.tile_m) * heads_k * batch
 

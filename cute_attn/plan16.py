@@ -14,7 +14,14 @@ from typing import Final
 
 import torch
 
-from cute_attn.kernels.config import HEAD_DIMS_16BIT, SMEM_LIMIT, Bwd16Config, Fwd16Config
+from cute_attn.kernels.config import (
+    HEAD_DIMS_16BIT,
+    SM80_ARCHS,
+    SMEM_LIMIT,
+    Bwd16Config,
+    Fwd16Config,
+    Fwd16Sm80Config,
+)
 from cute_attn.plan import (
     choose_backend,
     choose_cluster,
@@ -23,6 +30,7 @@ from cute_attn.plan import (
     tiles_text,
     work_tiles,
 )
+from cute_attn.plan_sm80 import forward16_sm80_choice
 from cute_attn.tiles import DTYPE_NAMES
 
 SHORT_QUERIES: Final = 2048
@@ -380,17 +388,19 @@ class Plan16:
     """What one call will do. `str(plan)` is the readable form.
 
     Attributes:
-        backend: "sm90" (the Hopper kernel) or "reference" (torch in float32, with the scores in memory).
+        backend: "sm90" (the Hopper kernel), "sm80" (the mma.sync kernel) or "reference" (torch in float32, with the
+            scores in memory).
         kernel: name of the kernel; "reference" where none runs.
         config: what the kernel is compiled for; None where none runs.
         reasons: one sentence for each choice.
-        work_tiles: tiles of query rows, which at most one CTA an SM takes in turns; 0 where nothing is launched.
+        work_tiles: tiles of query rows, which at most one CTA an SM takes in turns, or of mma.sync a CTA each; 0 where
+            nothing is launched.
         problem: what was planned for.
     """
 
     backend: str
     kernel: str
-    config: Fwd16Config | None
+    config: Fwd16Config | Fwd16Sm80Config | None
     reasons: tuple[str, ...]
     work_tiles: int
     problem: Problem16
@@ -417,13 +427,24 @@ class Plan16:
             + ", ".join([problem.mask, *features, str(problem.dtype)]),
         }
         if config is not None:
-            steps = (
-                "Q K^T of the next tile under the softmax of this one" if config.overlap else "in sequence"
-            )
-            lines["tiles"] = tiles_text(
-                config, steps + ("; warpgroups take turns at the tensor core" if config.pingpong else "")
-            )
-            lines["smem"] = f"{self.smem_bytes} of {SMEM_LIMIT} bytes"
+            limit = SMEM_LIMIT
+            if isinstance(config, Fwd16Config):
+                steps = (
+                    "Q K^T of the next tile under the softmax of this one"
+                    if config.overlap
+                    else "in sequence"
+                )
+                lines["tiles"] = tiles_text(
+                    config, steps + ("; warpgroups take turns at the tensor core" if config.pingpong else "")
+                )
+            else:
+                limit = SM80_ARCHS[config.arch].cta_smem_bytes
+                lines["tiles"] = (
+                    f"{config.tile_m} queries x {config.tile_n} keys, {config.kv_stages} K/V stages, {config.warps} "
+                    f"warps of {16 * config.m_tiles} rows, {config.ctas} CTAs an SM"
+                    + (f"; rows of {config.pack_gqa} query heads packed" if config.pack_gqa > 1 else "")
+                )
+            lines["smem"] = f"{self.smem_bytes} of {limit} bytes"
             lines["work tiles"] = str(self.work_tiles)
         elif not problem.is_empty:
             lines["scores"] = f"{4 * rows * problem.seqlen_k / 2**20:.3g} MiB, several times"
@@ -433,34 +454,27 @@ class Plan16:
         return report_text(lines, self.reasons)
 
 
-def make_plan16(problem: Problem16, config: Fwd16Config | None, backend: str) -> Plan16:
+def make_plan16(problem: Problem16, config: Fwd16Config | Fwd16Sm80Config | None, backend: str) -> Plan16:
     """The plan of a call that `flash_attn_func` has chosen `config` for; None where no kernel runs.
 
     Args:
         backend: as asked for, checked.
     """
-    if backend == "reference":
-        chosen, why = backend, "backend 'reference' was asked for"
-    else:
-        chosen, why = choose_backend(problem.capability, backend)
+    chosen, why = _backend16(problem.capability, backend)
     reasons = [why]
     if config is not None:
-        again, choices = forward16_choice(
-            config.head_dim,
-            config.head_dim_v,
-            config.dtype,
-            config.causal,
-            config.window,
-            config.softcap,
-            config.alibi,
-            config.sinks,
-            problem.heads_q // problem.heads_k,
-            problem.seqlen_q,
-        )
+        sizes = (config.head_dim, config.head_dim_v, config.dtype)
+        properties = (config.causal, config.window, config.softcap, config.alibi, config.sinks)
+        rows = (problem.heads_q // problem.heads_k, problem.seqlen_q)
+        again: Fwd16Config | Fwd16Sm80Config
+        if isinstance(config, Fwd16Config):
+            again, choices = forward16_choice(*sizes, *properties, *rows)
+        else:
+            again, choices = forward16_sm80_choice(*sizes, config.arch, *properties, *rows)
         assert again == config, "the kernel is not the one that the choices lead to"
         if problem.mask != "full" and not (config.causal or config.window):
-            rows = "one query row sees every key" if problem.seqlen_q == 1 else "every query sees every key"
-            reasons.append(f"{rows}: the mask hides nothing, so the kernel without one serves")
+            seen = "one query row sees every key" if problem.seqlen_q == 1 else "every query sees every key"
+            reasons.append(f"{seen}: the mask hides nothing, so the kernel without one serves")
         elif problem.mask.startswith("window") and config.causal:
             reasons.append("the window's left end cuts nothing: the causal kernel serves")
         elif config.window:
@@ -468,10 +482,10 @@ def make_plan16(problem: Problem16, config: Fwd16Config | None, backend: str) ->
         reasons += choices
         if problem.softmax_scale <= 0:
             reasons.append("softmax_scale is not positive: a pass over q changes its sign, or makes it 0")
-        reasons += [
-            f"{name} is copied first: TMA wants an address and strides of multiples of 16 bytes, none 0"
-            for name in problem.copied
-        ]
+        wants = "TMA wants an address and strides of multiples of 16 bytes, none 0"
+        if isinstance(config, Fwd16Sm80Config):
+            wants = "its copies want an address and strides of multiples of 16 bytes"
+        reasons += [f"{name} is copied first: {wants}" for name in problem.copied]
     elif problem.is_empty:
         reasons.append(
             "nothing is launched: " + ("there are no keys" if problem.seqlen_k == 0 else "there is no output")
@@ -481,3 +495,12 @@ def make_plan16(problem: Problem16, config: Fwd16Config | None, backend: str) ->
         tiles = work_tiles(config, problem.batch, problem.seqlen_q, problem.heads_q, problem.heads_k)
     kernel = "reference" if config is None else config.name
     return Plan16(chosen, kernel, config, tuple(reasons), tiles, problem)
+
+
+def _backend16(capability: tuple[int, int] | None, backend: str) -> tuple[str, str]:
+    """(backend that runs, the reason), for what `flash.target` accepted."""
+    if backend == "auto" and capability is not None and capability[0] == 8:
+        return "sm80", (
+            f"the GPU has compute capability {capability[0]}.{capability[1]}, without the WGMMA of the Hopper kernel"
+        )
+    return choose_backend(capability, backend)

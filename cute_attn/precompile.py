@@ -16,12 +16,20 @@ from typing import Any, Final
 
 import torch
 
-from cute_attn import cache, decode_plan, dispatch, fp8_varlen, plan, plan16, prefill, tiles
+from cute_attn import cache, decode_plan, dispatch, flash, fp8_varlen, plan, prefill, tiles
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelConfig
 from cute_attn.dispatch import EXACT
-from cute_attn.kernels.config import HEAD_DIMS, AppendConfig, DecodeConfig, Fwd16Config
-from cute_attn.problem import Features, Problem
+from cute_attn.flash_autograd import backward_config
+from cute_attn.kernels.config import (
+    E4M3_ARCHS,
+    HEAD_DIMS,
+    AppendConfig,
+    DecodeConfig,
+    Fwd16Config,
+    Fwd16Sm80Config,
+)
+from cute_attn.problem import ARCHS, Features, Problem
 from cute_attn.quantize import Fp8Recipe, resolve_recipe
 
 __all__ = ["SEQLENS", "ModelShapes", "kernels", "model_shapes", "warmup"]
@@ -129,6 +137,7 @@ def kernels(
     varlen: bool = False,
     backward: bool = False,
     caches: Sequence[str] = (),
+    arch: str = compiler.ARCH,
 ) -> list[KernelConfig]:
     """The kernels that calls of these shapes use, each once.
 
@@ -148,13 +157,15 @@ def kernels(
             of these forms: "16bit", "16bit-paged", "e4m3" and "e4m3-paged", those of e4m3 with a scale for each token,
             pages of a multiple of 16 slots. Not with a rotary embedding in the call.
 
+        arch: that of Hopper, or one of `SM80_ARCHS`, which has 16-bit kernels alone: they serve every precision.
+
     Raises:
-        TypeError, ValueError: an unknown precision or form of a cache, or shapes for which there is no kernel.
+        TypeError, ValueError: an unknown precision, architecture or form of a cache, or shapes that have no kernel.
     """
     found: dict[KernelConfig, None] = {}
     asked = [dispatch.check_options(precision, "auto", "error") for precision in precisions]
     lengths = [(window, *each) for window in shapes.windows for each in _lengths(seqlens, window[0])]
-    eight = {shapes.head_dim, shapes.head_dim_v} <= set(HEAD_DIMS)
+    eight = arch == compiler.ARCH and {shapes.head_dim, shapes.head_dim_v} <= set(HEAD_DIMS)
     for precision in asked:
         if precision != EXACT and eight:
             for window, seqlen, cuts in lengths:
@@ -169,34 +180,29 @@ def kernels(
                     found[unlike.config] = None
     if EXACT in asked or not eight:
         for _, seqlen, cuts in lengths:
-            found[_config16(shapes, seqlen, cuts)] = None
+            found[_config16(shapes, seqlen, cuts, arch)] = None
             if varlen:
-                found[_config16(shapes, seqlen, cuts, varlen=True)] = None
+                found[_config16(shapes, seqlen, cuts, arch, varlen=True)] = None
     if shapes.causal and 1 in seqlens:
         for leftpad in (False, True) if varlen else (False,):
-            found[_decode_config(shapes, leftpad)] = None
+            found[_decode_config(shapes, leftpad, arch)] = None
     if backward:
         for (_, seqlen, cuts), packed in itertools.product(lengths, (False, True) if varlen else (False,)):
             if seqlen > 1:
-                config = plan16.backward16_config(
-                    shapes.head_dim,
-                    shapes.head_dim_v,
-                    tiles.DTYPE_NAMES[shapes.dtype],
-                    causal=shapes.causal and not cuts,
-                    window=cuts,
-                    softcap=shapes.softcap > 0,
-                    varlen=packed,
-                )
-                found[config] = None
+                found[backward_config(_config16(shapes, seqlen, cuts, arch, varlen=packed))] = None
     for form in caches:
         if form not in decode_plan.FORMS:
             raise ValueError(f"cache is {form!r}; allowed: {', '.join(map(repr, decode_plan.FORMS))}")
-        found |= dict.fromkeys(_cache_kernels(shapes, form, lengths))
+        if "e4m3" in form and arch not in E4M3_ARCHS:
+            raise ValueError(
+                f"cache is {form!r}; allowed on {arch}, which has no conversions of e4m3: a 16-bit form"
+            )
+        found |= dict.fromkeys(_cache_kernels(shapes, form, lengths, arch))
     return list(found)
 
 
 def _cache_kernels(
-    shapes: ModelShapes, form: str, lengths: Sequence[tuple[tuple[int, int], int, bool]]
+    shapes: ModelShapes, form: str, lengths: Sequence[tuple[tuple[int, int], int, bool]], arch: str
 ) -> Iterator[KernelConfig]:
     """Those for a cache of a form. Which of the two that attend takes many queries hangs on the batch: both."""
     dims = (shapes.head_dim, shapes.head_dim_v, tiles.DTYPE_NAMES[shapes.dtype])
@@ -213,16 +219,17 @@ def _cache_kernels(
                 softcap=shapes.softcap > 0,
                 sinks=shapes.sinks,
                 batch_idx=index,
+                arch=arch,
             )
             yield split
-            if seqlen > 1:
+            if seqlen > 1 and arch == compiler.ARCH:
                 keys = 1 << 20  # more than a window, so that it cuts
                 rows = None if options else keys
                 of_call = (1, shapes.heads_q, shapes.heads_k, seqlen, keys, keys, ends, rows)
                 forward = prefill.make_prefill(split, *of_call)
                 yield from (forward.config, forward.unpack)
         codes = {name: x for name, x in options.items() if name != "page_size"}
-        new = AppendConfig(*dims, **codes, paged=paged, batch_idx=index)
+        new = AppendConfig(*dims, **codes, paged=paged, batch_idx=index, arch=arch)
         yield new
         if codes:
             yield dataclasses.replace(new, rotate=True)
@@ -232,10 +239,13 @@ def _cache_kernels(
             )
 
 
-def _config16(shapes: ModelShapes, seqlen: int, cuts: bool, varlen: bool = False) -> Fwd16Config:
+def _config16(
+    shapes: ModelShapes, seqlen: int, cuts: bool, arch: str, varlen: bool = False
+) -> Fwd16Config | Fwd16Sm80Config:
     # One query sees all keys; of sequences of unlike length nobody knows that they have one.
     causal = shapes.causal and (varlen or seqlen > 1)
-    return plan16.forward16_config(
+    return flash.kernel_config(
+        "sm90" if arch == compiler.ARCH else arch,
         shapes.head_dim,
         shapes.head_dim_v,
         tiles.DTYPE_NAMES[shapes.dtype],
@@ -266,7 +276,7 @@ def _varlen_plan(problem: Problem) -> fp8_varlen.VarlenPlan:
     )
 
 
-def _decode_config(shapes: ModelShapes, leftpad: bool) -> DecodeConfig:
+def _decode_config(shapes: ModelShapes, leftpad: bool, arch: str) -> DecodeConfig:
     return decode_plan.decode_config(
         shapes.head_dim,
         shapes.head_dim_v,
@@ -275,6 +285,7 @@ def _decode_config(shapes: ModelShapes, leftpad: bool) -> DecodeConfig:
         softcap=shapes.softcap > 0,
         sinks=shapes.sinks,
         leftpad=leftpad,
+        arch=arch,
     )
 
 
@@ -298,6 +309,12 @@ def _problem(
     )
 
 
+def _arch() -> str:
+    """Target of the kernels for torch's current GPU; Hopper's where there is none that has kernels of its own."""
+    there = torch.cuda.is_available() and torch.version.cuda is not None
+    return ARCHS.get(torch.cuda.get_device_capability(), compiler.ARCH) if there else compiler.ARCH
+
+
 def _lengths(seqlens: Sequence[int], left: int) -> Iterator[tuple[int, bool]]:
     """(queries, whether the window hides a key) of calls: few queries may meet few keys or many."""
     for seqlen in seqlens:
@@ -317,7 +334,10 @@ def warmup(
     caches: Sequence[str] = (),
     jobs: int | None = None,
 ) -> dict[str, float]:
-    """Compile the kernels that a model calls, and load them into this process.
+    """Compile the kernels that a model calls on this machine's GPU, and load them into this process.
+
+    On a GPU of compute capability 8 these are 16-bit kernels, whatever the precisions. Without a GPU they
+    are those of Hopper.
 
     Args:
         model: `ModelShapes`, or what `model_shapes` takes: a model of transformers, its configuration, name or folder.
@@ -337,7 +357,9 @@ def warmup(
         RuntimeError: a kernel did not compile.
     """
     shapes = model if isinstance(model, ModelShapes) else model_shapes(model)
-    configs = kernels(shapes, precisions, seqlens, varlen=varlen, backward=backward, caches=caches)
+    configs = kernels(
+        shapes, precisions, seqlens, varlen=varlen, backward=backward, caches=caches, arch=_arch()
+    )
     seconds: dict[str, float] = {}
     if cache.cache_dir() is not None and jobs != 1:
         for config, done in compiler.fill_cache(configs, jobs):

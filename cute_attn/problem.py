@@ -35,6 +35,9 @@ class Features:
 
 NO_FEATURES: Final = Features()
 
+ARCHS: Final = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_87", (8, 9): "sm_89", (9, 0): "sm_90a"}
+"""Targets of the kernels that need no Hopper GPU, by compute capability: 16-bit attention by mma.sync, KV caches."""
+
 
 def cutting_ends(window: tuple[int, int], seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
     """(left, right) of a window, -1 in place of an end that hides no key from any query.

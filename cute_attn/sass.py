@@ -30,6 +30,7 @@ COUNTED = (
     "QGMMA",  # 8-bit floating-point WGMMA
     "IGMMA",  # int8 WGMMA
     "HGMMA",  # 16-bit WGMMA
+    "HMMA",  # 16-bit products of a warp
     "WARPGROUP",  # many more than WGMMA groups: the compiler has serialised them
     "UTMALDG",  # TMA load
     "UTMASTG",  # TMA store
@@ -37,6 +38,7 @@ COUNTED = (
     "LDL",  # loads and stores of local memory: spills, or arrays indexed at run time
     "STL",
     "LDG",
+    "LDGSTS",  # asynchronous copies to shared memory
     "STG",
     "LDS",
     "STS",

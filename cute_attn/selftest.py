@@ -19,7 +19,7 @@ import torch
 
 from cute_attn import api, flash, reference
 from cute_attn.dispatch import EXACT
-from cute_attn.problem import device_capability
+from cute_attn.problem import ARCHS, device_capability
 
 __all__ = ["BOUNDS", "Case", "Result", "cases", "main", "run"]
 
@@ -150,7 +150,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--full", action="store_true", help="more head dimensions, lengths and recipes")
     parser.add_argument(
-        "--backend", choices=("sm90", "emulator"), default="sm90", help="emulator: the stand-ins in torch"
+        "--backend",
+        choices=("sm90", "sm80", "emulator"),
+        help="sm90: the kernels of Hopper; sm80: the 16-bit kernel by mma.sync; emulator: the stand-ins in torch "
+        "(default: the GPU's)",
     )
     options = parser.parse_args(argv)
     from rich.console import Console
@@ -158,13 +161,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     capability = device_capability(torch.device(device, 0) if device == "cuda" else torch.device(device))
-    if options.backend == "sm90" and (capability is None or capability[0] != 9):
+    older = capability in ARCHS and capability[0] == 8
+    backend = options.backend or ("sm80" if older else "sm90")
+    runs = {"sm90": capability is not None and capability[0] == 9, "sm80": capability in ARCHS}
+    if not runs.get(backend, True):
+        kind = "Hopper GPU" if backend == "sm90" else "GPU of compute capability 8.0 to 8.9 or 9.0"
         console.print(
-            "There is no Hopper GPU to test (python -m cute_attn.doctor says more). --backend emulator checks the "
+            f"There is no {kind} to test (python -m cute_attn.doctor says more). --backend emulator checks the "
             "stand-ins in torch."
         )
         return 2
-    chosen = cases(options.full)
+    chosen = [case for case in cases(options.full) if backend != "sm80" or case.precision == EXACT]
 
     def show(result: Result) -> None:
         verdict = (
@@ -173,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         error = "-" if result.error is None else f"{result.error:.1e}"
         console.print(f"{result.case!s:<58} {error:>8} {result.seconds:6.1f} s  {verdict}", soft_wrap=True)
 
-    results = run_all(chosen, options.backend, device, show)
+    results = run_all(chosen, backend, device, show)
     failed = [result for result in results if result.reason is not None]
     left = len(chosen) - len(results)
     console.print(

@@ -65,7 +65,8 @@ def sdpa(
         enable_gqa: allow heads_q to be a multiple of heads_k.
         precision: "bf16" (the 16-bit kernel, exact, in the dtype of the tensors), or the name of a recipe ("accurate",
             "fp8", ...) or an `Fp8Recipe` for the 8-bit kernels.
-        backend: "auto" (kernels on a Hopper GPU, else torch), "sm90" (an error without a Hopper GPU) or "emulator" (the
+        backend: "auto" (kernels of the GPU at hand, else torch), "sm90" (an error without a Hopper GPU), "sm80" (the
+            16-bit kernel of compute capability 8, which runs on Hopper, too; an error elsewhere) or "emulator" (the
             kernels' stand-ins in torch, on any device).
         fallback: "torch", or "error" to refuse what no kernel takes.
         log: counts what ran; default `sdpa_log`.
@@ -76,8 +77,8 @@ def sdpa(
 
     Raises:
         TypeError: precision of a wrong type.
-        ValueError: both attn_mask and is_causal, an unknown precision, backend or fallback, or "sm90" without a Hopper
-            GPU.
+        ValueError: both attn_mask and is_causal, an unknown precision, backend or fallback, or "sm90" or "sm80" without
+            a GPU for it.
         NotImplementedError: fallback is "error" and no kernel takes the call; the text is the reason.
         RuntimeError, TypeError: of torch, for what torch does not take either.
     """
@@ -298,8 +299,7 @@ def register_flash_attention_impl() -> None:
 
     From then on torch's own choice of a backend for SDPA leads here wherever it picks flash attention on a CUDA
     device, for every thread, also for training: the backward is that of torch, from our out and log-sum-exp. What the
-    kernel does not take (dropout, GPUs other than Hopper) runs torch's kernel. `restore_flash_attention_impl` undoes
-    it.
+    kernels do not take (dropout, other GPUs) runs torch's kernel. `restore_flash_attention_impl` undoes it.
 
     Raises:
         NotImplementedError: this torch has no such registry.

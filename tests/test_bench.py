@@ -132,6 +132,9 @@ def test_any_head_dim_fills_the_hidden_size() -> None:
         ("--hidden 100", "hidden must be at least head_dim, got hidden 100 and head_dim 128"),
         ("--heads 6 --heads-k 4", "heads_k must divide"),
         ("--dtype bf16 --providers cudnn,fa3", "nothing to time for cudnn"),
+        ("--backend sm70", "invalid choice: 'sm70'"),
+        ("--backend sm80", "backend sm80 has 16-bit kernels, not dtype fp8"),
+        ("--backend sm80 --dtype bf16 --report memory", "argument --backend: sm80 has no report memory"),
     ],
 )
 def test_bad_command_lines_name_the_option(
@@ -151,6 +154,41 @@ def test_timing_without_hopper_is_an_error(
     with pytest.raises(SystemExit):
         cli.main(["--report", name])
     assert f"--report {name} needs a Hopper GPU" in capsys.readouterr().err
+
+
+def test_the_mma_sync_kernel_is_timed_where_it_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--dtype", "bf16", "--backend", "sm80", "--providers", "cute_attn,sdpa_flash"]
+    monkeypatch.setattr(cli, "_device", lambda: (None, "no CUDA GPU is visible to torch"))
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    assert "needs a GPU of compute capability 8.0 to 8.9 or 9.0: no CUDA GPU" in capsys.readouterr().err
+    monkeypatch.setattr(cli, "_device", lambda: ((8, 6), "a GPU of this test"))
+    seen = set()
+
+    def time_cell(case: cases.Case, group: list[peers.Contender], **options: Any) -> list[dict[str, Any]]:
+        seen.update((each.provider, each.dtype, each.backend) for each in group)
+        return []
+
+    monkeypatch.setattr(timing, "time_cell", time_cell)
+    assert cli.main(words) == 0
+    assert seen == {("cute_attn", "bf16", "sm80"), ("sdpa_flash", "bf16", peers.BACKEND)}
+
+
+def test_the_backend_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def name(*tensors: Any, backend: str, **options: Any) -> str:
+        asked.append(backend)
+        return "kernel"
+
+    monkeypatch.setattr("cute_attn.flash.flash_attn_kernel", name)
+    for backend in (None, "sm80"):
+        [contender] = peers.contenders("bf16", ["forward"], [], ["cute_attn"], backend)
+        q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
+        assert peers.prepare(contender, cases.Case(1, 8, 8, 2, 2, 64, False), q, q, q).backend == asked[-1]
+    assert asked == ["sm90", "sm80"]
 
 
 # --- cases

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from compiled import figures_of, no_spills
 
-from cute_attn import cache, decode_plan, plan, plan16, tiles
+from cute_attn import cache, decode_plan, plan, plan16, plan_sm80, tiles
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelFigures
 from cute_attn.kernels.config import (
@@ -88,6 +89,7 @@ def test_configurations_are_the_sample() -> None:
         *FORWARD,
         *QUANTISE,
         *plan16.all_forward16_configs(),
+        *plan_sm80.all_forward16_sm80_configs(),
         *decode_plan.all_decode_configs(),
     }
 
@@ -361,6 +363,24 @@ def test_command_takes_any_head_dim(
     assert seen == [["default"], pairs, ["bf16", "fp16"], ["full", "causal"], [frozenset()], [1, 8]]
 
 
+def test_command_for_other_gpus(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def fill(configs: list[Any], jobs: int) -> list[Any]:
+        seen.extend(configs)
+        return []
+
+    monkeypatch.setattr(compiler, "fill_cache", fill)
+    words = "--arch sm_86 --head-dim 64,192:128 --dtype bf16 --mask causal,window --pack-gqa 1,4 --varlen --jobs 1"
+    assert compiler.main(words.split()) == 0
+    assert len(seen) == len(set(seen)) == 2 * 2 * 2 * 2
+    for (d, d_v), mask, varlen in itertools.product(
+        ((64, 64), (192, 128)), ("causal", "window"), (False, True)
+    ):
+        wanted = plan_sm80.forward16_sm80_config(d, d_v, "bf16", arch="sm_86", **{mask: True}, varlen=varlen)
+        assert wanted in seen and replace(wanted, pack_gqa=4) in seen
+
+
 def test_command_says_what_failed(
     cache_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,7 +402,8 @@ def test_command_without_a_cache_is_an_error(
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        (["--arch", "sm_80"], "sm_80"),
+        (["--arch", "sm_75"], "sm_75"),
+        (["--arch", "sm_80", "--recipe", "bf16,fp8"], "argument --recipe: sm_80 has 16-bit kernels alone"),
         (["--recipe", "fast"], "'fast' is not among bf16, naive, paper, fp8, accurate, default"),
         (
             ["--head-dim", "64,100"],

@@ -350,7 +350,12 @@ Q8 = torch.zeros(2, 1, 4, 64).to(E4M3)
         ),
         (good, {"num_splits": -1}, ValueError, "num_splits is -1"),
         (good, {"num_splits": 2.0}, TypeError, "num_splits is a float"),
-        (good, {"backend": "sm80"}, ValueError, "backend is 'sm80'"),
+        (
+            good,
+            {"backend": "sm80"},
+            ValueError,
+            "q is on device cpu; allowed: a GPU of compute capability 8.0, 8.6",
+        ),
         (good, {"backend": "auto"}, ValueError, "q is on device cpu; .* or backend='reference'"),
         (good, {"softcap": -1.0}, ValueError, "softcap is -1"),
         (good, {"window_size": 3}, TypeError, "window_size is 3"),

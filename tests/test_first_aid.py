@@ -23,14 +23,18 @@ from cute_attn import (
     is_supported,
     model_shapes,
     plan16,
+    plan_sm80,
     precompile,
     selftest,
 )
+from cute_attn.backward_tiles import backward16_sm80_config
 from cute_attn.kernels.config import (
     AppendConfig,
     Bwd16Config,
+    Bwd16Sm80Config,
     DecodeConfig,
     Fwd16Config,
+    Fwd16Sm80Config,
     FwdConfig,
     UnpackConfig,
 )
@@ -76,7 +80,7 @@ def test_supported(options: dict[str, Any], reason: str) -> None:
         ({"precision": "fp8", "softcap": -1.0}, "softcap is -1.0; allowed: 0 (none)"),
         ({"attn_mask": True}, "a mask tensor is given; allowed: causal, window_size"),
         ({"dropout_p": 0.1}, "dropout_p is 0.1"),
-        ({"capability": (8, 0)}, "the GPU is of 8.0; allowed: compute capability 9.x"),
+        ({"capability": (7, 5)}, "the GPU is of 7.5; allowed: compute capability 8.0 to 8.9 or 9.x"),
     ],
 )
 def test_not_supported(options: dict[str, Any], reason: str) -> None:
@@ -163,7 +167,13 @@ class _Card:
 
 @pytest.mark.parametrize(
     ("capability", "driver", "problems"),
-    [((9, 0), "580.65", []), ((9, 0), "550.54", []), ((9, 0), None, []), ((8, 0), "580.65", ["Hopper GPU"])],
+    [
+        ((9, 0), "580.65", []),
+        ((9, 0), "550.54", []),
+        ((9, 0), None, []),
+        ((8, 6), "580.65", []),
+        ((7, 5), "580.65", ["GPU with kernels"]),
+    ],
 )
 def test_doctor_looks_at_the_gpu(
     capability: tuple[int, int],
@@ -176,6 +186,8 @@ def test_doctor_looks_at_the_gpu(
     found = findings()
     assert [name for name, finding in found.items() if finding.status == "problem"] == problems
     assert (found["driver"].status == "ok") == (driver == "580.65")
+    advice = {9: "", 8: "Its kernels are of 16 bits", 7: "No kernel for it"}[capability[0]]
+    assert found["GPU 0"].advice.startswith(advice) and (found["GPU 0"].status == "ok") == (not advice)
     assert doctor.main([]) == int(bool(problems))
 
 
@@ -244,6 +256,8 @@ def test_selftest_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert selftest.main([]) == 2
     assert "no Hopper GPU" in capsys.readouterr().out
+    assert selftest.main(["--backend", "sm80"]) == 2
+    assert "no GPU of compute capability 8.0 to 8.9" in capsys.readouterr().out
     monkeypatch.setattr(selftest, "cases", lambda full: [ONE, replace(ONE, head_dim=20)])
     assert selftest.main(["--backend", "emulator"]) == 1
     output = capsys.readouterr().out
@@ -284,6 +298,26 @@ def test_default_lengths_stand_for_all(heads_q: int, heads_k: int, head_dim: int
     for precision in ("bf16", "accurate"):
         needed = set(precompile.kernels(shapes, [precision], every, varlen=True))
         assert needed <= set(precompile.kernels(shapes, [precision], varlen=True))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+def test_kernels_of_older_gpus(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = ModelShapes(8, 2, 128, 128, windows=((99, -1), (-1, -1)))
+    configs = precompile.kernels(shapes, ["accurate"], [1, 300], varlen=True, arch=arch)
+    make = plan_sm80.forward16_sm80_config
+    for seqlen, mask, varlen in itertools.product(
+        (1, 300), ({"causal": True}, {"window": True}), (False, True)
+    ):
+        if seqlen > 1 or varlen or "window" in mask:
+            options: dict[str, Any] = {**mask, "group": 4, "seqlen_q": seqlen, "varlen": varlen}
+            assert make(128, 128, "bf16", arch=arch, **options) in configs
+    assert {config.arch for config in configs if isinstance(config, Fwd16Sm80Config)} == {arch}
+    trained = precompile.kernels(shapes, seqlens=[1, 300], varlen=True, backward=True, arch=arch)
+    for mask, varlen in itertools.product(({"causal": True}, {"window": True}), (False, True)):
+        assert backward16_sm80_config(128, 128, "bf16", arch=arch, **mask, varlen=varlen) in trained
+    assert len([config for config in trained if isinstance(config, Bwd16Sm80Config)]) == 4
+    _Card(monkeypatch, (8, int(arch[-1])), "580.65")
+    assert precompile._arch() == arch
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

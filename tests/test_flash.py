@@ -104,8 +104,17 @@ def tensors(
         ),
         ({"alibi_slopes": torch.zeros(4).to(BF16)}, TypeError, "alibi_slopes has dtype torch.bfloat16"),
         ({"sinks": torch.zeros(2, 4)}, ValueError, r"sinks has shape \(2, 4\); allowed: \(4,\)"),
-        ({"backend": "sm80"}, ValueError, "backend is 'sm80'; allowed: 'auto', 'sm90', 'reference'"),
-        ({"backend": "auto"}, ValueError, "q is on device cpu; allowed: a GPU of compute capability 9.x"),
+        (
+            {"backend": "sm70"},
+            ValueError,
+            "backend is 'sm70'; allowed: 'auto', 'sm90', 'sm80', 'reference'",
+        ),
+        (
+            {"backend": "auto"},
+            ValueError,
+            "q is on device cpu; allowed: a GPU of compute capability 8.0 to 8.9 or 9.x, or backend='reference'",
+        ),
+        ({"backend": "sm80"}, ValueError, "q is on device cpu; allowed: .* 8.0 to 8.9 or 9.x"),
         ({"backend": "sm90"}, ValueError, "q is on device cpu; allowed: a GPU of compute capability 9.x"),
     ],
 )
@@ -492,7 +501,7 @@ def test_the_kernel_has_a_name_before_it_runs(monkeypatch: pytest.MonkeyPatch) -
     q = torch.zeros(2, 300, 4, 64, dtype=torch.bfloat16)
     k = torch.zeros(2, 300, 2, 64, dtype=torch.bfloat16)
     assert cute_attn.flash_attn_kernel(q, k, k, backend="reference") == "reference"
-    with pytest.raises(ValueError, match="Hopper"):
+    with pytest.raises(ValueError, match=r"compute capability 8\.0 to 8\.9 or 9\.x"):
         cute_attn.flash_attn_kernel(q, k, k)
     monkeypatch.setattr("cute_attn.flash.device_capability", lambda device: (9, 0))
     want = forward16_config(64, 64, "bf16", causal=True, softcap=True, group=2, seqlen_q=300)

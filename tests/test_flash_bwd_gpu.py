@@ -1,4 +1,4 @@
-"""The 16-bit backward on a Hopper GPU, against float64.
+"""The 16-bit backward on a Hopper GPU, against float64: the Hopper kernel, and the one by mma.sync.
 
 The bound of an error is that of torch's own gradients in 16 bits on the same inputs, twice. Outputs and workspace are
 poisoned before every launch: what the kernels do not write stays NaN.
@@ -67,6 +67,21 @@ CASES = (
     (192, 128, BF16, "causal"),
     (224, 248, BF16, "causal"),
 )
+# Likewise for the tiles of the kernel by mma.sync, on Hopper.
+CASES_SM80 = (
+    (64, 64, BF16, "causal softcap sinks"),
+    (64, 64, FP16, "window alibi deterministic"),
+    (128, 128, FP16, "causal sinks"),
+    (128, 128, BF16, "window softcap alibi"),
+    (256, 256, BF16, "causal deterministic"),
+    (256, 256, FP16, "window softcap sinks"),
+    (40, 72, BF16, "causal"),
+    (96, 80, BF16, ""),
+    (160, 64, BF16, ""),
+    (224, 248, BF16, "causal alibi"),
+)
+RUNS = [("sm90", case) for case in CASES] + [("sm80", case) for case in CASES_SM80]
+BACKENDS = pytest.mark.parametrize("backend", ["sm90", "sm80"])
 WINDOW = (100, 31)
 
 
@@ -90,10 +105,15 @@ def tensors(
     return [x.to(dtype).requires_grad_() for x in (q, k, v + 0.5)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{NAMES[case[2]]}-{case[3]}")
-def test_features(case: tuple[int, int, torch.dtype, str]) -> None:
+def name(run: tuple[str, tuple[int, int, torch.dtype, str]]) -> str:
+    backend, (d, d_v, dtype, features) = run
+    return f"{backend}-{d}-{d_v}-{NAMES[dtype]}-{features}"
+
+
+@pytest.mark.parametrize("run", RUNS, ids=name)
+def test_features(run: tuple[str, tuple[int, int, torch.dtype, str]]) -> None:
     """out and lse are both differentiated; GQA, tails, rows without keys."""
-    d, v, dtype, features = case
+    backend, (d, v, dtype, features) = run
     for shape in SHAPES:
         inputs = tensors(shape, d, v, dtype)
         batch, heads = shape[0], shape[3]
@@ -111,6 +131,7 @@ def test_features(case: tuple[int, int, torch.dtype, str]) -> None:
             deterministic="deterministic" in features,
             return_lse=True,
             sinks=sinks,
+            backend=backend,
             **options,
         )
         gradients = (torch.randn_like(out), torch.randn_like(lse))
@@ -120,25 +141,26 @@ def test_features(case: tuple[int, int, torch.dtype, str]) -> None:
         check(got, inputs, gradients, sinks, window=window, **options)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_runs_are_equal_to_the_bit(head_dim: int) -> None:
+@pytest.mark.parametrize(("head_dim", "backend"), [(64, "sm90"), (128, "sm90"), (256, "sm90"), (128, "sm80")])
+def test_runs_are_equal_to_the_bit(head_dim: int, backend: str) -> None:
     """Always dk and dv; dq if deterministic. Many key tiles add to each query tile."""
     inputs = tensors((2, 1000, 1500, 4, 2), head_dim, head_dim)
     for causal in (False, True):
-        out = flash_attn_func(*inputs, causal=causal, deterministic=True)
+        out = flash_attn_func(*inputs, causal=causal, deterministic=True, backend=backend)
         dout = torch.randn_like(out)
         first = torch.autograd.grad(out, inputs, dout, retain_graph=True)
         for _ in range(50):
             again = torch.autograd.grad(out, inputs, dout, retain_graph=True)
             assert all(map(torch.equal, first, again))
-        free = torch.autograd.grad(flash_attn_func(*inputs, causal=causal), inputs, dout)
+        free = torch.autograd.grad(flash_attn_func(*inputs, causal=causal, backend=backend), inputs, dout)
         assert all(map(torch.equal, first[1:], free[1:]))
         torch.testing.assert_close(first[0], free[0], rtol=2e-2, atol=1e-3)
 
 
-def test_strided_expanded_and_odd_tensors() -> None:
+@BACKENDS
+def test_strided_expanded_and_odd_tensors(backend: str) -> None:
     qkv = torch.randn(2, 300, 3, 4, 64, device=DEVICE).to(BF16).requires_grad_()
-    out, lse = flash_attn_qkvpacked_func(qkv, causal=True, return_lse=True)
+    out, lse = flash_attn_qkvpacked_func(qkv, causal=True, return_lse=True, backend=backend)
     parts = [x.detach() for x in qkv.unbind(2)]
     for dout in (
         torch.randn_like(out),
@@ -155,19 +177,20 @@ def test_strided_expanded_and_odd_tensors() -> None:
         )
         check(list(got.unbind(2)), parts, (dout, torch.ones_like(lse)), window=(-1, 0))
     kv = qkv.detach()[:, :, 1:].requires_grad_()
-    out = flash_attn_kvpacked_func(parts[0], kv, causal=True)
+    out = flash_attn_kvpacked_func(parts[0], kv, causal=True, backend=backend)
     dout = torch.randn_like(out)
     (got,) = torch.autograd.grad(out, kv, dout)
     leaves = [x.requires_grad_() for x in parts]
-    dq, dk, dv = torch.autograd.grad(flash_attn_func(*leaves, causal=True), leaves, dout)
+    dq, dk, dv = torch.autograd.grad(flash_attn_func(*leaves, causal=True, backend=backend), leaves, dout)
     assert torch.equal(got, torch.stack([dk, dv], dim=2)) and dq.is_contiguous()
     odd = torch.randn(2, 300, 4, 67, device=DEVICE).to(BF16)[..., 3:].requires_grad_()  # not for TMA
     shared = torch.randn(1, 300, 4, 64, device=DEVICE).to(BF16).requires_grad_()
-    out = flash_attn_func(odd, shared.expand(2, -1, -1, -1), odd, causal=True)
+    out = flash_attn_func(odd, shared.expand(2, -1, -1, -1), odd, causal=True, backend=backend)
     dout = torch.randn_like(out)
     got = torch.autograd.grad(out, (odd, shared), dout)
     copies = [x.detach().clone().requires_grad_() for x in (odd, shared.expand(2, -1, -1, -1), odd)]
-    a, b, c = torch.autograd.grad(flash_attn_func(*copies, causal=True), copies, dout)
+    out = flash_attn_func(*copies, causal=True, backend=backend)
+    a, b, c = torch.autograd.grad(out, copies, dout)
     torch.testing.assert_close(got[0], a + c, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(got[1], b.sum(0, keepdim=True), rtol=2e-2, atol=2e-2)
 
@@ -192,7 +215,8 @@ def test_softmax_scale_of_any_sign(scale: float) -> None:
     check(got, inputs, (dout, torch.zeros(1, 2, 200, device=DEVICE)), softmax_scale=scale)
 
 
-def test_nothing_is_read_past_the_end() -> None:
+@BACKENDS
+def test_nothing_is_read_past_the_end(backend: str) -> None:
     """What lies behind q, k, v and dout in memory is NaN."""
     for d in (64, 128, 256):
         parts = []
@@ -201,7 +225,7 @@ def test_nothing_is_read_past_the_end() -> None:
             room[: s * d] = torch.randn(s * d, device=DEVICE).to(BF16)
             parts.append(room[: s * d].view(1, s, 1, d))
         inputs = [x.requires_grad_() for x in parts[:3]]
-        got = torch.autograd.grad(flash_attn_func(*inputs), inputs, parts[3])
+        got = torch.autograd.grad(flash_attn_func(*inputs, backend=backend), inputs, parts[3])
         check(list(got), inputs, (parts[3], torch.zeros(1, 1, 130, device=DEVICE)))
 
 
@@ -223,11 +247,13 @@ def test_long_sequences_and_linear_memory() -> None:
     check(got, inputs, (dout, torch.zeros(1, 2, 4096, device=DEVICE)), window=(-1, 0))
 
 
-def test_torch_compile_and_graphs() -> None:
+@BACKENDS
+def test_torch_compile_and_graphs(backend: str) -> None:
     q, k, v = tensors((1, 300, 300, 4, 4), 64, 64)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attn_func(q * 2, k, v, causal=True, deterministic=True).float().sum()
+        out = flash_attn_func(q * 2, k, v, causal=True, deterministic=True, backend=backend)
+        return out.float().sum()
 
     want = torch.autograd.grad(run(q, k, v), (q, k, v))
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)

@@ -1,4 +1,4 @@
-"""The 16-bit forward kernel on a Hopper GPU, against float64.
+"""The 16-bit forward kernels on a Hopper GPU, that of Hopper and that by mma.sync, against float64.
 
 The bound of an error is that of torch's own arithmetic in 16 bits on the same inputs: both round P and O, the kernel
 nothing else. Outputs are poisoned before every launch: what the kernel does not write stays NaN.
@@ -16,7 +16,7 @@ from poison import PoisonedTorch
 from torch import Tensor
 
 from cute_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, launch
-from cute_attn.flash import reference
+from cute_attn.flash import kernel_config, reference
 from cute_attn.kernels.config import Fwd16Config
 from cute_attn.plan16 import forward16_config
 
@@ -41,6 +41,8 @@ DIMS = (
     (192, 128),
 )
 DIMS += ((192, 192), (224, 248), (256, 256))
+DIMS_SM80 = ((32, 32), (40, 72), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # a tile each
+BACKENDS = ("sm90", "sm80")
 # batch, seqlen_q, seqlen_k, heads_q, heads_k
 SHAPES = (
     (1, 1, 1, 1, 1),
@@ -77,6 +79,11 @@ CLUSTERS = [
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "torch", PoisonedTorch())
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def tensors(
@@ -117,21 +124,23 @@ def test_poison_is_nan() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_head_dims(dims: tuple[int, int], causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("backend", "dims"), [("sm90", dims) for dims in DIMS] + [("sm80", dims) for dims in DIMS_SM80], ids=str
+)
+def test_head_dims(backend: str, dims: tuple[int, int], causal: bool) -> None:
     for shape in SHAPES:
         q, k, v = tensors(shape, *dims)
-        got = flash_attn_func(q, k, v, causal=causal, return_lse=True)
+        got = flash_attn_func(q, k, v, causal=causal, return_lse=True, backend=backend)
         check(got, q, k, v, window=(-1, 0 if causal else -1))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_fp16(head_dim: int, causal: bool) -> None:
+def test_fp16(head_dim: int, causal: bool, backend: str) -> None:
     for shape in SHAPES:
         q, k, v = tensors(shape, head_dim, head_dim, FP16)
         check(
-            flash_attn_func(q, k, v, causal=causal, return_lse=True),
+            flash_attn_func(q, k, v, causal=causal, return_lse=True, backend=backend),
             q,
             k,
             v,
@@ -150,20 +159,22 @@ def test_variants_and_several_tiles_a_cta(config: Fwd16Config) -> None:
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_packed_rows_are_the_same(group: int, causal: bool) -> None:
+def test_packed_rows_are_the_same(group: int, causal: bool, backend: str) -> None:
     q, k, v = tensors((2, 77, 300, 16, 2), 128, 128)
-    config = replace(forward16_config(128, 128, "bf16", causal=causal), pack_gqa=group)
+    arch = "sm90" if backend == "sm90" else "sm_90a"
+    config = replace(kernel_config(arch, 128, 128, "bf16", causal=causal), pack_gqa=group)
     got = launch.launch_forward16(q, k, v, config, softmax_scale=0.1)
     check(got, q, k, v, softmax_scale=0.1, window=(-1, 0 if causal else -1))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_window(window: tuple[int, int], head_dim: int) -> None:
+def test_window(window: tuple[int, int], head_dim: int, backend: str) -> None:
     for shape in (*SHAPES, (1, 1000, 1000, 4, 2), (1, 500, 2000, 2, 2)):
         q, k, v = tensors(shape, head_dim, head_dim)
-        check(flash_attn_func(q, k, v, window_size=window, return_lse=True), q, k, v, window=window)
-        got = flash_attn_func(q, k, v, causal=True, window_size=window, return_lse=True)
+        got = flash_attn_func(q, k, v, window_size=window, return_lse=True, backend=backend)
+        check(got, q, k, v, window=window)
+        got = flash_attn_func(q, k, v, causal=True, window_size=window, return_lse=True, backend=backend)
         check(got, q, k, v, window=(window[0], 0))
 
 
@@ -173,7 +184,7 @@ def test_window(window: tuple[int, int], head_dim: int) -> None:
     [("softcap",), ("alibi_slopes",), ("sinks",), ("softcap", "alibi_slopes", "sinks")],
     ids="+".join,
 )
-def test_softcap_alibi_sinks(features: tuple[str, ...], head_dim: int) -> None:
+def test_softcap_alibi_sinks(features: tuple[str, ...], head_dim: int, backend: str) -> None:
     """Without a mask, causal and with a window, GQA."""
     q, k, v = tensors((2, 300, 700, 8, 2), head_dim, head_dim)
     q = q * 3
@@ -184,21 +195,21 @@ def test_softcap_alibi_sinks(features: tuple[str, ...], head_dim: int) -> None:
     }
     options = {name: every[name] for name in features}
     for window in ((-1, -1), (-1, 0), (100, 20)):
-        got = flash_attn_func(q, k, v, window_size=window, return_lse=True, **options)
+        got = flash_attn_func(q, k, v, window_size=window, return_lse=True, backend=backend, **options)
         check(got, q, k, v, window=window, **options)
 
 
-def test_slopes_of_heads_serve_every_batch() -> None:
+def test_slopes_of_heads_serve_every_batch(backend: str) -> None:
     q, k, v = tensors((2, 100, 100, 4, 4), 64, 64)
     slopes = torch.rand(4, device=DEVICE)
-    got = flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes, return_lse=True)
+    got = flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes, return_lse=True, backend=backend)
     check(got, q, k, v, window=(-1, 0), alibi_slopes=slopes.expand(2, 4))
 
 
-def test_sinks_of_rows_without_keys() -> None:
+def test_sinks_of_rows_without_keys(backend: str) -> None:
     q, k, v = tensors((1, 200, 60, 2, 2), 64, 64)
     sinks = torch.tensor([1.5, -math.inf], device=DEVICE)
-    out, lse = flash_attn_func(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    out, lse = flash_attn_func(q, k, v, causal=True, sinks=sinks, return_lse=True, backend=backend)
     assert bool((out[:, :140] == 0).all())
     assert torch.allclose(lse[0, 0, :140], torch.tensor(1.5, device=DEVICE))
     assert bool((lse[0, 1, :140] == -math.inf).all())
@@ -206,36 +217,41 @@ def test_sinks_of_rows_without_keys() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, -0.2, 0.0, 1e-30, 30.0])
-def test_softmax_scale_of_any_sign(scale: float) -> None:
+def test_softmax_scale_of_any_sign(scale: float, backend: str) -> None:
     q, k, v = tensors((1, 200, 300, 2, 1), 128, 128)
-    check(flash_attn_func(q, k, v, softmax_scale=scale, return_lse=True), q, k, v, softmax_scale=scale)
+    got = flash_attn_func(q, k, v, softmax_scale=scale, return_lse=True, backend=backend)
+    check(got, q, k, v, softmax_scale=scale)
 
 
 @pytest.mark.parametrize("size", [50.0, 500.0, 5000.0])
-def test_large_logits_across_tiles(size: float) -> None:
+def test_large_logits_across_tiles(size: float, backend: str) -> None:
     """Rows that take the slow path beside rows that do not, maxima that move between tiles."""
     q, k, v = tensors((1, 300, 1000, 2, 2), 64, 64)
     q[:, ::3] *= size
     k *= torch.linspace(0.1, 3.0, 1000, device=DEVICE).view(1, -1, 1, 1).to(BF16)
-    check(flash_attn_func(q, k, v, causal=True, return_lse=True), q, k, v, window=(-1, 0))
+    got = flash_attn_func(q, k, v, causal=True, return_lse=True, backend=backend)
+    check(got, q, k, v, window=(-1, 0))
 
 
-def test_strided_views() -> None:
+def test_strided_views(backend: str) -> None:
+    more: dict[str, Any] = {"return_lse": True, "backend": backend}
     qkv = torch.randn(2, 300, 3, 4, 64, device=DEVICE).to(BF16)
     q, k, v = qkv.unbind(2)
-    check(flash_attn_qkvpacked_func(qkv, causal=True, return_lse=True), q, k, v, window=(-1, 0))
-    check(flash_attn_kvpacked_func(q, qkv[:, :, 1:], return_lse=True), q, k, v)
+    check(flash_attn_qkvpacked_func(qkv, causal=True, **more), q, k, v, window=(-1, 0))
+    check(flash_attn_kvpacked_func(q, qkv[:, :, 1:], **more), q, k, v)
     q, k, v = (
         x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)
     )  # (batch, heads, seqlen, dim)
-    check(flash_attn_func(q, k, v, return_lse=True), q, k, v)
-    odd = torch.randn(2, 300, 4, 67, device=DEVICE).to(BF16)[..., 3:]  # neither address nor strides for TMA
-    check(flash_attn_func(odd, odd, odd, return_lse=True), odd, odd, odd)
+    check(flash_attn_func(q, k, v, **more), q, k, v)
+    odd = torch.randn(2, 300, 4, 67, device=DEVICE).to(BF16)[
+        ..., 3:
+    ]  # neither address nor strides for a kernel
+    check(flash_attn_func(odd, odd, odd, **more), odd, odd, odd)
     shared = k[:1].expand(2, -1, -1, -1)
-    check(flash_attn_func(q, shared, shared, return_lse=True), q, shared, shared)
+    check(flash_attn_func(q, shared, shared, **more), q, shared, shared)
 
 
-def test_nothing_is_read_past_the_end() -> None:
+def test_nothing_is_read_past_the_end(backend: str) -> None:
     """What lies behind q, k and v in memory is NaN."""
     for d in (40, 72, 128):
         parts = []
@@ -243,28 +259,28 @@ def test_nothing_is_read_past_the_end() -> None:
             room = torch.full((s * d + 4096,), math.nan, dtype=BF16, device=DEVICE)
             room[: s * d] = torch.randn(s * d, device=DEVICE).to(BF16)
             parts.append(room[: s * d].view(1, s, 1, d))
-        check(flash_attn_func(*parts, return_lse=True), *parts)
+        check(flash_attn_func(*parts, return_lse=True, backend=backend), *parts)
 
 
-def test_nan_stays_visible() -> None:
+def test_nan_stays_visible(backend: str) -> None:
     q, k, v = tensors((1, 200, 300, 1, 1), 128, 128)
     q[0, 5] = math.nan
-    out, lse = flash_attn_func(q, k, v, return_lse=True)
+    out, lse = flash_attn_func(q, k, v, return_lse=True, backend=backend)
     assert bool(out[0, 5].isnan().all()) and bool(lse[0, 0, 5].isnan())
     rest = torch.arange(200, device=DEVICE) != 5
     check((out[:, rest], lse[..., rest]), q[:, rest], k, v)
 
 
-def test_no_keys_and_no_rows() -> None:
+def test_no_keys_and_no_rows(backend: str) -> None:
     q, k, v = tensors((2, 8, 0, 4, 2), 128, 64)
-    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True, backend=backend)
     assert out.shape == (2, 8, 4, 64) and bool((out == 0).all()) and bool((lse == -math.inf).all())
-    assert flash_attn_func(q[:0], k[:0], v[:0]).shape == (0, 8, 4, 64)
+    assert flash_attn_func(q[:0], k[:0], v[:0], backend=backend).shape == (0, 8, 4, 64)
 
 
-def test_the_plain_tile_and_shape_that_benchmarks_use() -> None:
+def test_the_plain_tile_and_shape_that_benchmarks_use(backend: str) -> None:
     for head_dim in (64, 128, 256):
         for causal in (False, True):
             q, k, v = tensors((1, 4096, 4096, 2, 2), head_dim, head_dim)
-            got = flash_attn_func(q, k, v, causal=causal, return_lse=True)
+            got = flash_attn_func(q, k, v, causal=causal, return_lse=True, backend=backend)
             check(got, q, k, v, window=(-1, 0 if causal else -1))

@@ -131,7 +131,11 @@ def inputs(
             ValueError,
             r"alibi_slopes has shape \(2, 4\); allowed: \(4,\) or \(6, 4\)",
         ),
-        ({"backend": "auto"}, ValueError, "q is on device cpu; allowed: a GPU of compute capability 9.x"),
+        (
+            {"backend": "auto"},
+            ValueError,
+            "q is on device cpu; allowed: a GPU of compute capability 8.0 to 8.9",
+        ),
     ],
 )
 def test_refusals(changed: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -1,4 +1,5 @@
-"""The 16-bit backward over sequences of unlike length, on a Hopper GPU against float64.
+"""The 16-bit backward over sequences of unlike length, on a Hopper GPU against float64: the Hopper kernel, and the one
+by mma.sync.
 
 The bound of an error is that of torch's own gradients in 16 bits on the same sequence, twice. Outputs and workspace are
 poisoned before every launch: what the kernels do not write stays NaN.
@@ -58,6 +59,15 @@ CASES = (
     (192, 128, BF16, "causal"),
     (160, 64, BF16, "used"),
 )
+CASES_SM80 = (
+    (64, 64, FP16, "causal deterministic used"),
+    (64, 64, BF16, "window softcap alibi sinks"),
+    (128, 128, BF16, "causal alibi deterministic"),
+    (128, 128, FP16, "used"),
+    (256, 256, BF16, "window softcap alibi deterministic sinks used"),
+    (40, 72, BF16, "causal used"),
+)
+RUNS = [("sm90", case) for case in CASES] + [("sm80", case) for case in CASES_SM80]
 
 
 @pytest.fixture(autouse=True)
@@ -137,10 +147,15 @@ def check_all(
         assert error <= bound + 1e-5, f"dsinks: error {error:.3e}, allowed {bound:.3e}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{NAMES[case[2]]}-{case[3]}")
-def test_features(case: tuple[int, int, torch.dtype, str]) -> None:
+def name(run: tuple[str, tuple[int, int, torch.dtype, str]]) -> str:
+    backend, (d, d_v, dtype, features) = run
+    return f"{backend}-{d}-{d_v}-{NAMES[dtype]}-{features}"
+
+
+@pytest.mark.parametrize("run", RUNS, ids=name)
+def test_features(run: tuple[str, tuple[int, int, torch.dtype, str]]) -> None:
     """out and lse are both differentiated; rows of no sequence have NaN in all that is read."""
-    d, d_v, dtype, features = case
+    backend, (d, d_v, dtype, features) = run
     for heads, outside in (((4, 2), 3), ((3, 3), 0), ((8, 1), 130)):
         inputs = tensors(LENGTHS, heads, (d, d_v), dtype, outside)
         with torch.no_grad():
@@ -163,6 +178,7 @@ def test_features(case: tuple[int, int, torch.dtype, str]) -> None:
             window_size=window,
             deterministic="deterministic" in features,
             sinks=sinks,
+            backend=backend,
             **more,
         )
         gradients = (torch.randn_like(out), torch.randn_like(lse))
@@ -172,8 +188,8 @@ def test_features(case: tuple[int, int, torch.dtype, str]) -> None:
         check_all(got, inputs, gradients, sinks, window=(-1, 0) if causal else window, **checks)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_neighbours_do_not_leak(head_dim: int) -> None:
+@pytest.mark.parametrize(("head_dim", "backend"), [(64, "sm90"), (128, "sm90"), (256, "sm90"), (128, "sm80")])
+def test_neighbours_do_not_leak(head_dim: int, backend: str) -> None:
     """Every other sequence is NaN, and so are keys that do not count."""
     lengths = tuple((m + 1, n + 1) for m, n in LENGTHS)
     used = torch.tensor([n - n // 4 for _, n in lengths], dtype=torch.int32, device=DEVICE)
@@ -189,7 +205,7 @@ def test_neighbours_do_not_leak(head_dim: int) -> None:
         for x, some in ((q, good[0]), (bad, good[0]), (k, good[1]), (v, good[1])):
             x[~some] = math.nan
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out, lse = attend([*leaves, cu_q, cu_k], causal=causal, seqused_k=used)
+        out, lse = attend([*leaves, cu_q, cu_k], causal=causal, seqused_k=used, backend=backend)
         got = torch.autograd.grad(out, leaves, bad)
         for b in range(1, len(lengths), 2):
             rows, keys = slice(int(cu_q[b]), int(cu_q[b + 1])), slice(int(cu_k[b]), int(cu_k[b] + used[b]))

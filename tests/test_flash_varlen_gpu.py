@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from cute_attn import (
     flash_attn_varlen_qkvpacked_func,
     launch,
 )
+from cute_attn.flash import kernel_config
 from cute_attn.flash_varlen import reference_varlen
-from cute_attn.kernels.config import Fwd16Config
+from cute_attn.kernels.config import Fwd16Config, Fwd16Sm80Config
 from cute_attn.plan16 import forward16_config
 
 pytestmark = pytest.mark.gpu
@@ -66,11 +68,12 @@ class Case:
     used: bool
     dtype: torch.dtype
 
-    @property
-    def config(self) -> Fwd16Config:
+    def config(self, arch: str) -> Fwd16Config | Fwd16Sm80Config:
+        """For a target of `flash.target`."""
         heads_q, heads_k = self.heads
         causal = self.window == (-1, 0)
-        return forward16_config(
+        return kernel_config(
+            arch,
             *self.dims,
             NAMES[self.dtype],
             causal=causal,
@@ -129,6 +132,16 @@ OTHERS = [
     replace(forward16_config(d, d, "bf16", causal=True, varlen=True), overlap=overlap, pingpong=pingpong)
     for d, overlap, pingpong in ((64, False, True), (128, True, True), (256, False, False))
 ]
+MMA_SYNC = [
+    kernel_config("sm_90a", d, d_v, "bf16", causal=causal, varlen=True)
+    for d, d_v, causal in (
+        (64, 64, True),
+        (64, 64, False),
+        (192, 128, False),
+        (256, 256, True),
+        (40, 72, True),
+    )
+]
 
 
 # --- tools
@@ -138,6 +151,11 @@ OTHERS = [
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(launch, "torch", PoisonedTorch())
+
+
+@pytest.fixture(params=["sm90", "sm80"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def ends(lengths: Any) -> Tensor:
@@ -207,18 +225,23 @@ def test_table_covers_pairs() -> None:
     )
 
 
-@pytest.mark.parametrize("sms", [None, 3])
-@pytest.mark.parametrize("config", [*PLAIN, *OTHERS], ids=lambda config: config.name)
-def test_masks(config: Fwd16Config, sms: int | None) -> None:
-    """Also on few CTAs, which take many tiles each: rings, turns and the staging of O go on from tile to tile."""
+@pytest.mark.parametrize(
+    ("config", "sms"),
+    [*itertools.product([*PLAIN, *OTHERS], (None, 3)), *((config, None) for config in MMA_SYNC)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_masks(config: Fwd16Config | Fwd16Sm80Config, sms: int | None) -> None:
+    """Hopper's also on few CTAs, which take many tiles each: rings, turns and the staging of O go on from tile to
+    tile."""
     for lengths in (LENGTHS, many(100, 600)):
         inputs = tensors(lengths, (4, 2), (config.head_dim, config.head_dim_v))
         got = launch.launch_forward16_varlen(*inputs, config, softmax_scale=0.1, sms=sms)
         check(got, inputs, softmax_scale=0.1, window=(-1, 0 if config.causal else -1))
 
 
+@pytest.mark.parametrize("arch", ["sm90", "sm_90a"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_features(case: Case) -> None:
+def test_features(case: Case, arch: str) -> None:
     for lengths in (LENGTHS, many(70, 900, 1)):
         inputs = tensors(lengths, case.heads, case.dims, case.dtype)
         batch, heads = len(lengths), case.heads[0]
@@ -235,25 +258,26 @@ def test_features(case: Case) -> None:
                 dtype=torch.int32,
                 device=DEVICE,
             )
-        got = launch.launch_forward16_varlen(*inputs, case.config, window=case.window, **options)
+        got = launch.launch_forward16_varlen(*inputs, case.config(arch), window=case.window, **options)
         check(got, inputs, window=case.window, **options)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_api(head_dim: int, causal: bool) -> None:
+def test_api(head_dim: int, causal: bool, backend: str) -> None:
     """The kernel that is planned: heads packed for short sequences, not for long ones; kinds of slopes."""
+    run = partial(attend, causal=causal, backend=backend)
     window = (-1, 0 if causal else -1)
     for lengths in (LENGTHS, ((1, 300),) * 40, ((1500, 1500), (700, 2000))):
         inputs = tensors(lengths, (8, 2), (head_dim, head_dim))
-        check(attend(inputs, causal=causal), inputs, window=window)
+        check(run(inputs), inputs, window=window)
     slopes = torch.rand(8, device=DEVICE)
-    got = attend(inputs, causal=causal, alibi_slopes=slopes)
+    got = run(inputs, alibi_slopes=slopes)
     check(got, inputs, window=window, alibi_slopes=slopes.expand(2, 8))
 
 
-@pytest.mark.parametrize("config", PLAIN[:6], ids=lambda config: config.name)
-def test_neighbours_do_not_leak(config: Fwd16Config) -> None:
+@pytest.mark.parametrize("config", [*PLAIN[:6], *MMA_SYNC], ids=lambda config: config.name)
+def test_neighbours_do_not_leak(config: Fwd16Config | Fwd16Sm80Config) -> None:
     """Every other sequence is NaN, and so are rows before the first and behind the last, which are not written."""
     for lengths in (LENGTHS, many(60, 400, 2)):
         lengths = tuple((m + 1, n + 1) for m, n in lengths)
@@ -275,17 +299,17 @@ def test_neighbours_do_not_leak(config: Fwd16Config) -> None:
             assert bool(got[0][outside].isnan().all()) and bool(got[1][:, outside].isnan().all())
 
 
-def test_equal_lengths_are_a_batch() -> None:
+def test_equal_lengths_are_a_batch(backend: str) -> None:
     for seqlen_q, seqlen_k, heads in ((300, 500, (4, 4)), (1, 900, (8, 1)), (640, 640, (4, 2))):
         inputs = tensors(((seqlen_q, seqlen_k),) * 3, heads, (128, 128))
-        out, lse = attend(inputs, causal=True)
+        out, lse = attend(inputs, causal=True, backend=backend)
         q, k, v = (x.view(3, -1, *x.shape[1:]) for x in inputs[:3])
-        same, same_lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+        same, same_lse = flash_attn_func(q, k, v, causal=True, return_lse=True, backend=backend)
         assert torch.allclose(out, same.flatten(0, 1), atol=2e-2, rtol=2e-2)
         assert torch.allclose(lse, same_lse.transpose(0, 1).flatten(1), atol=1e-4)
 
 
-def test_used_keys_of_a_batch() -> None:
+def test_used_keys_of_a_batch(backend: str) -> None:
     """Keys that do not count are NaN."""
     q, k, v = (torch.randn(4, n, h, 128, device=DEVICE).to(BF16) for n, h in ((3, 8), (700, 2), (700, 2)))
     used = torch.tensor([700, 0, 1, 300], dtype=torch.int32, device=DEVICE)
@@ -293,57 +317,61 @@ def test_used_keys_of_a_batch() -> None:
     bad_k, bad_v = k.clone(), v.clone()
     for b, n in enumerate(used.tolist()):
         bad_k[b, n:] = bad_v[b, n:] = math.nan
-    out, lse = flash_attn_func(q, bad_k, bad_v, causal=True, seqused_k=used, return_lse=True)
+    more: dict[str, Any] = {"causal": True, "return_lse": True, "backend": backend}
+    out, lse = flash_attn_func(q, bad_k, bad_v, seqused_k=used, **more)
     got = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
     check(got, inputs, window=(-1, 0), seqused_k=used)
 
 
-def test_packed_and_strided() -> None:
+def test_packed_and_strided(backend: str) -> None:
+    more: dict[str, Any] = {"return_lse": True, "backend": backend}
     lengths = tuple((n, n) for n, _ in many(20, 500, 3))
     cu = ends([n for n, _ in lengths])
     qkv = torch.randn(int(cu[-1]), 3, 4, 64, device=DEVICE).to(BF16)
     inputs = [*qkv.unbind(1), cu, cu]
-    check(flash_attn_varlen_qkvpacked_func(qkv, cu, 9, causal=True, return_lse=True), inputs, window=(-1, 0))
-    got = flash_attn_varlen_kvpacked_func(inputs[0], qkv[:, 1:], cu, cu, 9, 9, return_lse=True)
+    check(flash_attn_varlen_qkvpacked_func(qkv, cu, 9, causal=True, **more), inputs, window=(-1, 0))
+    got = flash_attn_varlen_kvpacked_func(inputs[0], qkv[:, 1:], cu, cu, 9, 9, **more)
     check(got, inputs)
     heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs[:3]]
-    check(attend([*heads_first, cu, cu]), inputs)
+    check(attend([*heads_first, cu, cu], backend=backend), inputs)
     odd = torch.randn(int(cu[-1]), 4, 67, device=DEVICE).to(BF16)[
         ..., 3:
-    ]  # neither address nor strides for TMA
-    check(attend([odd, odd, odd, cu, cu]), [odd, odd, odd, cu, cu])
+    ]  # neither address nor strides for a kernel
+    check(attend([odd, odd, odd, cu, cu], backend=backend), [odd, odd, odd, cu, cu])
 
 
-def test_no_sequences_rows_or_keys() -> None:
+@pytest.mark.parametrize("config", [PLAIN[3], MMA_SYNC[0]], ids=lambda config: config.name)
+def test_no_sequences_rows_or_keys(config: Fwd16Config | Fwd16Sm80Config) -> None:
+    run = partial(attend, backend="sm90" if isinstance(config, Fwd16Config) else "sm80")
     inputs = tensors(((0, 0), (0, 0)), (2, 2), (64, 64))
-    assert attend(inputs)[0].shape == (0, 2, 64)
+    assert run(inputs)[0].shape == (0, 2, 64)
     inputs = tensors(((3, 0), (200, 0)), (2, 2), (64, 64))
-    check(attend(inputs), inputs)
+    check(run(inputs), inputs)
     inputs = tensors(((0, 30), (0, 200)), (2, 2), (64, 64))
-    assert attend(inputs)[1].shape == (2, 0)
+    assert run(inputs)[1].shape == (2, 0)
     cu = torch.zeros(40, dtype=torch.int32, device=DEVICE)  # rows, but none of any sequence
-    config = PLAIN[3]
     q = torch.randn(300, 2, config.head_dim, device=DEVICE).to(BF16)
     out, lse = launch.launch_forward16_varlen(q, q, q, cu, cu, config, softmax_scale=0.1)
     assert bool(out.isnan().all()) and bool(lse.isnan().all())
 
 
-def test_long_sequences_beside_short_ones() -> None:
+def test_long_sequences_beside_short_ones(backend: str) -> None:
     inputs = tensors(((5, 5), (5000, 5000), (1, 1), (40, 9000), (0, 0), (700, 100)), (2, 1), (128, 128))
-    check(attend(inputs, causal=True), inputs, window=(-1, 0))
-    check(attend(inputs, window_size=(500, 100)), inputs, window=(500, 100))
+    check(attend(inputs, causal=True, backend=backend), inputs, window=(-1, 0))
+    check(attend(inputs, window_size=(500, 100), backend=backend), inputs, window=(500, 100))
 
 
-def test_runs_repeat_to_the_bit_and_follow_the_stream() -> None:
+def test_runs_repeat_to_the_bit_and_follow_the_stream(backend: str) -> None:
     """Tiles go to other CTAs in each run, and a graph takes new lengths."""
     inputs = tensors(many(90, 900, 4), (8, 2), (128, 128))
-    first = attend(inputs, causal=True)
+    run = partial(attend, causal=True, backend=backend)
+    first = run(inputs)
     for _ in range(20):
-        again = attend(inputs, causal=True)
+        again = run(inputs)
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = attend(inputs, causal=True)
+        captured = run(inputs)
     for seed in (5, 6):
         for given, total in zip(inputs[3:], (len(inputs[0]), len(inputs[1])), strict=True):
             cuts = sorted(random.Random(seed).choices(range(total + 1), k=len(given) - 2))

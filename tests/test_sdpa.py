@@ -141,7 +141,7 @@ def test_dropout_is_left_to_torch() -> None:
 
 def test_auto_without_a_hopper_gpu_is_torch() -> None:
     q, k, v = tensors()
-    with pytest.warns(UserWarning, match="q is on cpu, and the kernels need a Hopper GPU"):
+    with pytest.warns(UserWarning, match="q is on cpu, and the kernels need a GPU of compute capability"):
         out = sdpa(q, k, v, precision="fp8")
     assert torch.equal(out, TORCHS(q, k, v))
 
@@ -161,7 +161,7 @@ def test_what_no_8bit_kernel_takes_goes_to_the_16bit_one() -> None:
     [
         ({"precision": "fp4"}, ValueError, "precision is 'fp4'; allowed: 'bf16', 'naive'"),
         ({"precision": 8}, TypeError, "precision is a int"),
-        ({"backend": "sm80"}, ValueError, "backend is 'sm80'; allowed: 'auto', 'sm90', 'emulator'"),
+        ({"backend": "sm70"}, ValueError, "backend is 'sm70'; allowed: 'auto', 'sm90', 'sm80', 'emulator'"),
         ({"backend": "sm90"}, ValueError, "backend is 'sm90' but q is on a device that is no NVIDIA GPU"),
         ({"fallback": "silent"}, ValueError, "fallback is 'silent'; allowed: 'torch', 'error'"),
         (

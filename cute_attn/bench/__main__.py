@@ -129,6 +129,8 @@ def build_parser() -> argparse.ArgumentParser:
     option(what, "--phase", text, type=_choices(*peers.PHASES, "ring"), default=["forward"], metavar="NAMES")
     text = f"of {comma(list(peers.PROVIDERS))} (default: by dtype and phase)"
     option(what, "--providers", text, type=_choices(*peers.PROVIDERS), metavar="NAMES")
+    text = "kernels of cute_attn: of Hopper, or of 16 bits by mma.sync, whose speed alone is reported (default sm90)"
+    option(what, "--backend", text, choices=peers.BACKENDS)
     text = "safetensors file with q, k, v or NAME.q, NAME.k, NAME.v: report errors on these"
     option(what, "--tensors", text, type=Path, metavar="FILE")
 
@@ -172,13 +174,27 @@ def build_parser() -> argparse.ArgumentParser:
 
 def hopper_device() -> tuple[bool, str]:
     """Whether the current CUDA device is a Hopper GPU, and in words what is there."""
+    capability, there = _device()
+    return capability is not None and capability[0] == 9, there
+
+
+def mma_sync_device() -> tuple[bool, str]:
+    """Likewise, whether backend "sm80" runs on it."""
+    from cute_attn.problem import ARCHS
+
+    capability, there = _device()
+    return capability in ARCHS, there
+
+
+def _device() -> tuple[tuple[int, int] | None, str]:
+    """Compute capability of the current CUDA device, None without one; in words what is there."""
     import torch
 
     if not torch.cuda.is_available():
-        return False, "no CUDA GPU is visible to torch"
+        return None, "no CUDA GPU is visible to torch"
     name = torch.cuda.get_device_name()
     major, minor = torch.cuda.get_device_capability()
-    return major == 9, f"{name}, compute capability {major}.{minor}"
+    return (major, minor), f"{name}, compute capability {major}.{minor}"
 
 
 def header_lines(meta: dict[str, Any]) -> list[str]:
@@ -300,7 +316,7 @@ class Run:
 
         options = self.options
         recipes = options.recipe or [resolve_recipe("default").name]
-        return peers.contenders(options.dtype, options.phase, recipes, options.providers)
+        return peers.contenders(options.dtype, options.phase, recipes, options.providers, options.backend)
 
     def speed(self) -> None:
         """Time the grid."""
@@ -572,7 +588,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         except (OSError, ValueError, report.PlotUnavailable) as error:
             parser.error(f"argument --render: {error}")
-    hopper, device = hopper_device()
+    hopper, device = mma_sync_device() if options.backend == "sm80" else hopper_device()
+    if options.backend == "sm80":
+        if options.report not in (None, "speed"):
+            parser.error(f"argument --backend: sm80 has no report {options.report}, only speed")
+        options.report = "speed"
     if "ring" in options.phase or options.world:
         from cute_attn.bench import ring
 
@@ -606,7 +626,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             data.load_user_tensors(options.tensors)  # refused now and not after the timing
         if options.report in ("speed", "overhead") and not hopper:
             raise ValueError(
-                f"--report {options.report} needs a Hopper GPU (compute capability 9.x): {device}"
+                f"--report {options.report} needs "
+                + (
+                    "a GPU of compute capability 8.0 to 8.9 or 9.0"
+                    if options.backend == "sm80"
+                    else "a Hopper GPU (compute capability 9.x)"
+                )
+                + f": {device}"
             )
     except (ValueError, FileNotFoundError, report.PlotUnavailable) as error:
         parser.error(str(error))  # exits with status 2

@@ -48,7 +48,8 @@ OURS = "cute_attn"
 PHASES = ("forward", "quantize", "whole_call", "prefill", "decode", "backward", "train")
 ONLY_16BIT = ("prefill", "backward")
 SIXTEEN_BIT = ("bf16", "fp16")
-BACKEND = "sm90"  # of ours; not "auto", which would time the emulator as if it were the kernel
+BACKENDS = ("sm90", "sm80")  # of ours; not "auto", which would time the emulator as if it were the kernel
+BACKEND = "sm90"  # where a contender names none
 
 # An unfused implementation holds about three float32 tensors of the size of S; above this bound one of them
 # is too big.
@@ -71,11 +72,17 @@ class Contender:
     dtype: str  # "fp8" for every 8-bit mixture, "bf16" or "fp16"
     phase: str
     recipe: str | None = None
+    asked: str | None = None  # the backend of ours, of BACKENDS; None for BACKEND
 
     @property
     def label(self) -> str:
         """Short name for tables: provider, then the recipe of ours or the precision of a peer."""
         return f"{self.provider} {self.recipe or self.dtype}"
+
+    @property
+    def backend(self) -> str:
+        """Of ours."""
+        return self.asked or BACKEND
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,11 @@ _DEFAULT_GRADIENTS = _DEFAULT_FP8["train"]
 
 
 def contenders(
-    dtype: str, phases: Sequence[str], recipes: Sequence[str], providers: Sequence[str] | None = None
+    dtype: str,
+    phases: Sequence[str],
+    recipes: Sequence[str],
+    providers: Sequence[str] | None = None,
+    backend: str | None = None,
 ) -> list[Contender]:
     """Who takes part.
 
@@ -127,10 +138,14 @@ def contenders(
         dtype: "fp8" times the 8-bit kernels of this library and its peers, and the 16-bit peers in bf16; "bf16" and
             "fp16" the 16-bit kernels.
         providers: names from `PROVIDERS`; None takes a default for each phase.
+        backend: of this library's kernels, of `BACKENDS`; None for that of Hopper.
 
     Raises:
-        ValueError: an unknown provider, or one that has no part in any of the phases at this precision.
+        ValueError: an unknown provider, or one that has no part in any of the phases at this precision, or 8 bits of a
+            backend that has none.
     """
+    if backend == "sm80" and dtype == "fp8":
+        raise ValueError("backend sm80 has 16-bit kernels, not dtype fp8; allowed: bf16, fp16")
     unknown = [name for name in providers or () if name not in PROVIDERS]
     if unknown:
         raise ValueError(f"unknown provider {', '.join(unknown)}; known are {', '.join(PROVIDERS)}")
@@ -158,7 +173,8 @@ def contenders(
                     continue
                 by_recipe = name == OURS and precision == "fp8" and phase != "decode"
                 for recipe in recipes if by_recipe else (None,):
-                    found.append(Contender(name, precision, phase, recipe))
+                    asked = backend if name == OURS else None
+                    found.append(Contender(name, precision, phase, recipe, asked))
     running = {contender.provider for contender in found}
     idle = [name for name in providers or () if name not in running]
     if idle or not found:
@@ -206,14 +222,14 @@ def _prepare_gradients(contender: Contender, case: cases.Case, q: Tensor, k: Ten
         from cute_attn import api, flash
         from cute_attn.flash_autograd import backward_config
 
-        stand_in = "reference" if BACKEND == "emulator" else BACKEND
+        stand_in = "reference" if contender.backend == "emulator" else contender.backend
         options: dict[str, Any] = {"causal": case.causal, "backend": stand_in}
         plan = flash.flash_attn_explain(q, k, v, **options)
         kernel = "reference" if plan.config is None else backward_config(plan.config).name
         ran = plan.backend
         function: Callable[..., Any] = flash.flash_attn_func
         if contender.dtype == "fp8":
-            options |= {"recipe": contender.recipe or "default", "backend": BACKEND}
+            options |= {"recipe": contender.recipe or "default", "backend": contender.backend}
             function, whole = api.fp8_attention, api.explain(q, k, v, **options)
             kernel, ran = f"{_quantiser_name(whole)} + {whole.kernel} + {kernel}", whole.backend
         elif contender.phase == "train":
@@ -239,18 +255,18 @@ def _prepare_ours(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, 
 
     options: dict[str, Any]
     if contender.dtype != "fp8":
-        options = {"causal": case.causal, "window_size": case.window, "backend": BACKEND}
+        options = {"causal": case.causal, "window_size": case.window, "backend": contender.backend}
         if case.lengths:
             return _prepare_our_mix(case, q, k, v, options)
         kernel = flash.flash_attn_kernel(q, k, v, **options)
         return Prepared(
             lambda: flash.flash_attn_func(q, k, v, **options),
             kernel,
-            BACKEND,
+            contender.backend,
             cases.output_error,
         )
     recipe = contender.recipe or "default"
-    options = {"backend": BACKEND}
+    options = {"backend": contender.backend}
     if contender.phase == "quantize":
         plan = api.explain(q, k, v, recipe=recipe, causal=case.causal, **options)
         ready = api.quantize(q, k, v, recipe, **options)
@@ -290,7 +306,7 @@ def _prepare_our_mix(case: cases.Case, q: Tensor, k: Tensor, v: Tensor, options:
     return Prepared(
         lambda: cute_attn.flash_attn_varlen_func(q, k, v, **mix, **options),
         kernel,
-        BACKEND,
+        options["backend"],
         cases.output_error,
     )
 

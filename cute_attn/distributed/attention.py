@@ -269,7 +269,7 @@ def _check(
     recipe = None if options["recipe"] is None else resolve_recipe(options["recipe"])  # type: ignore[arg-type]
     if recipe is None:
         flash._check_tensors(*given.values())
-        flash._check_backend(options["backend"], q)
+        flash.target(options["backend"], q)
     else:
         validate.check_inputs(*given.values())
         validate.check_backend(options["backend"], device_capability(q.device))

@@ -56,7 +56,7 @@ class BwdPrologue:
         lse2: cute.Tensor,  # (batch, heads_q, rows)
         d_rows: cute.Tensor,  # likewise
         dq_sum: cute.Tensor,  # (batch, heads_q, blocks, tile_m * qk_columns)
-        turns: cute.Tensor,  # (batch, heads_q, blocks, warpgroups)
+        turns: cute.Tensor,  # (batch, heads_q, blocks, dq_parts)
         stream,
         gradients=(),  # dq, dk, dv (batch, seqlen, heads, dim); read with `varlen`
         lengths=(),  # with `varlen` (cu_seqlens_q, cu_seqlens_k); blocks are slots then
@@ -102,7 +102,7 @@ class BwdPrologue:
             target = aligned(dq_sum.iterator + 4 * i, 16)
             cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
         if const_expr(cfg.deterministic):
-            if tid < cfg.consumer_warpgroups:
+            if tid < cfg.dq_parts:
                 m_turns[batch, head, block, tid] = Int32(0)
         out, dout = m_out[batch, None, head, None], m_dout[batch, None, head, None]
         column = tid % self.lanes * 8
@@ -194,24 +194,12 @@ class BwdEpilogue:
             _, first, left = block_of_slot(block, lengths[0], slot_shift(cfg.tile_m))
             end = first + left
             count = Int32(count) if left > 0 else Int32(0)
-        vectors = cfg.dq_registers // 4  # of a thread of the main kernel
         for index in cutlass.range(tid, count, THREADS, unroll=4):
             values = cute.make_rmem_tensor(4, Float32)
             pointer = aligned(source.iterator + 4 * index, 16)
             cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), values)
-            # Vector v of thread t of warpgroup w: registers 4 v .. 4 v + 3 of its accumulator, two columns of two rows.
-            thread, v, w = index % 128, index // 128 % vectors, index // 128 // vectors
-            row = thread // 32 * 16 + thread % 32 // 4
-            column = v * 8 + thread % 4 * 2
             for i in cutlass.range_constexpr(4):
-                at = (row + 8 * (i // 2), column + i % 2)
-                if const_expr(cfg.dq_split == "rows"):
-                    at = (at[0] + 64 * w, at[1])
-                elif const_expr(cfg.dq_split == "columns"):
-                    at = (at[0], at[1] + w * (cfg.qk_columns // cfg.consumer_warpgroups))
-                else:
-                    at = (at[1], at[0] + 64 * w)
-                tile[at] = (values[i] * softmax_scale).to(self.element)
+                tile[self.place(index, i)] = (values[i] * softmax_scale).to(self.element)
         cute.arch.sync_threads()  # all threads: the tile is written
         dq = m_dq[batch, None, head, None]
         lanes = cfg.qk_columns // 8
@@ -224,3 +212,16 @@ class BwdEpilogue:
                 cute.autovec_copy(cute.make_tensor(aligned(pointer, 16), cute.make_layout(4)), words)
                 pointer = cute.recast_ptr(cute.domain_offset((row, column), dq).iterator, dtype=Uint32)
                 cute.autovec_copy(words, cute.make_tensor(aligned(pointer, 16), cute.make_layout(4)))
+
+    @cute.jit
+    def place(self, index: Int32, i: cutlass.Constexpr):
+        """(row, column) in the tile of value i of vector `index` of the sum, see `BwdMainloop.send_dq`."""
+        cfg = self.cfg
+        # Vector v of thread t of warpgroup w: registers 4 v .. 4 v + 3 of its accumulator, two columns of two rows.
+        vectors = cfg.dq_registers // 4
+        thread, v, w = index % 128, index // 128 % vectors, index // 128 // vectors
+        row = thread // 32 * 16 + thread % 32 // 4 + 8 * (i // 2)
+        column = v * 8 + thread % 4 * 2 + i % 2
+        if const_expr(cfg.dq_split == "rows"):
+            return row + 64 * w, column
+        return row, column + w * (cfg.qk_columns // cfg.consumer_warpgroups)

@@ -16,6 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
 
+from ..common.warp import copy_16_bytes, copy_16_bytes_or_zeros
 from ..config import (
     E4M3_MAX,
     INT8_MAX,
@@ -33,8 +34,6 @@ from .vectors import (
     address_in,
     address_of,
     block_max,
-    copy_16_bytes,
-    copy_16_bytes_or_zeros,
     int8_word,
     last_row,
     magnitude,

@@ -15,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
+from ..common.warp import copy_16_bytes
 from ..config import E4M3_MAX, V_SCALE_GROUP, QuantizeConfig
 from .vectors import (
     F8,
@@ -24,7 +25,6 @@ from .vectors import (
     address_in,
     address_of,
     block_max,
-    copy_16_bytes,
     last_row,
     padded_width,
     row_offset,

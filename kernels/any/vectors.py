@@ -166,17 +166,3 @@ def block_max(value: Float32, scratch: cute.Tensor, slot: Int32, warps: cutlass.
     for step in cutlass.range_constexpr(warps.bit_length() - 1):
         total = abs_max(total, cute.arch.shuffle_sync_bfly(total, offset=1 << step))
     return magnitude(total)
-
-
-@cute.jit
-def copy_16_bytes(target: Int32, source: Int64):
-    """Starts the copy of 16 bytes from global `source` to shared `target`, in the thread's current group."""
-    cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[target, source])
-
-
-@cute.jit
-def copy_16_bytes_or_zeros(target: Int32, source: Int64, size: Int32):
-    """`copy_16_bytes` with `size` 16; with 0 nothing is read and zeros are written."""
-    cute.arch.inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, size]
-    )

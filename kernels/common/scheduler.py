@@ -36,13 +36,20 @@ def unit_in_round(r: Int32, cluster: Int32, clusters: Int32, cfg: FwdConfig) -> 
 
 @cute.jit
 def unit_coord(
-    unit: Int32, m_units: Int32, group: Int32, heads_k: Int32, batches: Int32, turn: Int32, cfg: FwdConfig
+    unit: Int32,
+    m_units: Int32,
+    group: Int32,
+    heads_k: Int32,
+    batches: Int32,
+    turn: Int32,
+    cfg: FwdConfig,
+    to_and_fro: cutlass.Constexpr = True,
 ):
     """Number in the order of work -> (unit of the head, head, batch); head is one of K where rows are packed.
 
     Without a mask the units of a head are neighbours, so that its K and V stay in L2 while they are needed, and so are
     the heads of a GQA group. With a causal mask they differ in length: `turn` key heads go together, and of all their
-    units the longest come first, or last, in turns.
+    units the longest come first, or last, in turns; always first unless `to_and_fro`.
     """
     per_head = m_units * group  # units of a key head
     section = unit // (turn * per_head)
@@ -52,7 +59,11 @@ def unit_coord(
     if cutlass.const_expr(cfg.causal):
         m_unit = rest // (heads * group)
         index = rest - m_unit * (heads * group)  # query head in the section
-        m_unit = m_unit if section % 2 == 1 else m_units - 1 - m_unit
+        backwards = m_units - 1 - m_unit
+        if cutlass.const_expr(to_and_fro):
+            m_unit = m_unit if section % 2 == 1 else backwards
+        else:
+            m_unit = backwards
     else:
         index = rest // m_units
         m_unit = rest - index * m_units

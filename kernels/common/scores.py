@@ -8,6 +8,12 @@ from cutlass import Float32
 
 
 @cute.jit
+def rows(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator ((2, 2, n/8), ...), of a warpgroup or a warp, as (2 rows, (2, n/8) columns) of the thread."""
+    return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, cute.size(acc) // 4)), stride=(2, (1, 4))))
+
+
+@cute.jit
 def tanh_of(exponent: Float32) -> Float32:
     """tanh(x) for exponent = 2 x log2(e).
 

@@ -150,6 +150,24 @@ def block_of_slot(slot: Int32, ends: cute.Tensor, shift):
     return tuple([cute.arch.make_warp_uniform(x) for x in (first, row, left)])
 
 
+@cute.jit
+def key_tile(slot: Int32, head_k: Int32, tile_n: cutlass.Constexpr, lengths):
+    """Key tile of a slot, by whole warps: (place, stored).
+
+    lengths is (cu_seqlens_q, cu_seqlens_k, seqused_k, whether that counts), place (key tile of the sequence, head of K,
+    sequence, first row in q, seqlen_q, first key in k, seqlen_k). stored is how many keys the sequence has from the
+    tile on, 0 where the slot has no tile, whether they count or not.
+    """
+    cu_q, cu_k, used_k, has_used = lengths
+    sequence, key, stored = block_of_slot(slot, cu_k, slot_shift(tile_n))
+    row0, key0 = cu_q[sequence], cu_k[sequence]
+    rows, keys = cu_q[sequence + 1] - row0, key + stored - key0
+    if has_used != 0:
+        keys = cutlass.min(keys, cutlass.max(used_k[sequence], 0))
+    found = ((key - key0) // tile_n, head_k, sequence, row0, rows, key0, keys)
+    return tuple([cute.arch.make_warp_uniform(x) for x in found]), stored
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Order of work
 # ------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ over a power of two R at least as large as all scales so far, so that P does not
 
 What a CTA does, and where it stands: it finds its pieces of work (`Decode.kernel`, split.py). Of each it loads Q
 (queries.py), fetches K and V step by step (loads.py) and computes (step.py). At the end it adds up what its warps have
-(gather.py), to the output or to a slot for the combining kernel (combine.py). warp.py has the instructions.
+(gather.py), to the output or to a slot for the combining kernel (combine.py). common/warp.py has the instructions.
 """
 
 from __future__ import annotations

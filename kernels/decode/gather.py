@@ -9,12 +9,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from ..common.warp import quad_sum
 from ..config import DecodeConfig
 from .combine import Results, Row, finish
 from .queries import Query
 from .split import Piece
 from .step import State
-from .warp import quad_sum
 
 
 class Gather:

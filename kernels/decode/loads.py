@@ -15,9 +15,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from ..any.vectors import copy_16_bytes_or_zeros
+from ..common.warp import copy_4_bytes_or_zeros, copy_16_bytes_or_zeros
 from ..config import DECODE_KEYS, DecodeConfig
-from .warp import copy_4_bytes_or_zeros
 
 
 class Cache(NamedTuple):

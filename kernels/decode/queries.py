@@ -1,4 +1,4 @@
-"""Q as A fragments of the products Q K^T (see warp.py), in registers or shared memory.
+"""Q as A fragments of the products Q K^T (see common/warp.py), in registers or shared memory.
 
 Every warp has all rows of the CTA. For a 16-bit cache a fragment has the elements as they lie. For one of e4m3 lane q
 of four takes columns 4q .. 4q + 3 of each 16, the order in which K's codes are loaded, and Q is rounded to fp16 with a
@@ -15,9 +15,9 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from ..any.vectors import IN_TYPES, widen
 from ..common.floats import fp16_pair, power_of_two
+from ..common.warp import e4m3_to_fp16, quad_max
 from ..config import DecodeConfig
 from .split import Piece
-from .warp import e4m3_to_fp16, quad_max
 
 
 class Query(NamedTuple):

@@ -1,8 +1,8 @@
 """What a warp computes of the 16 keys of one step: S = Q K^T, its scales and mask, the online softmax, O += P V.
 
 All of it is in registers but K, V and, where there is no room, Q. Row h of a lane l in tile mt, h 0 or 1, is packed row
-16 mt + 8 h + l / 4 of the CTA; with `half_tile` there is no h = 1. Fragments are those of warp.py: element i of a C
-fragment is of row i / 2 and column i % 2 of the lane's two.
+16 mt + 8 h + l / 4 of the CTA; with `half_tile` there is no h = 1. Fragments are those of common/warp.py: element i of
+a C fragment is of row i / 2 and column i % 2 of the lane's two.
 
 e4m3: codes become fp16 in registers, exactly. Inside 16 columns the order of products Q K^T is that of the loads, in Q,
 too (queries.py). Of the products P V, word c of V's loads holds two neighbouring columns of two keys: one product takes
@@ -19,11 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from ..common.floats import bf16_pair, fp16_pair, power_of_two
-from ..config import DecodeConfig
-from .loads import Keys
-from .queries import Queries, Query
-from .split import Lengths, Piece
-from .warp import (
+from ..common.warp import (
     e4m3_to_fp16,
     interleave_bytes,
     load_matrices,
@@ -31,6 +27,10 @@ from .warp import (
     multiply_add,
     quad_max,
 )
+from ..config import DecodeConfig
+from .loads import Keys
+from .queries import Queries, Query
+from .split import Lengths, Piece
 
 LOG2_E = math.log2(math.e)
 SMALLEST_UNIT = 2.0**-100  # of O with scales for each token

@@ -54,8 +54,8 @@ from ..common.pointers import aligned
 from ..common.scheduler import key_block_coord, query_blocks
 from ..common.varlen import (
     FAR,
-    block_of_slot,
     first_slot,
+    key_tile,
     one_batch,
     ragged,
     ragged_coord,
@@ -252,7 +252,7 @@ class Bwd16Main:
             (softmax_scale, score_scale_log2, softcap_factor, window_left, window_right),
         )
         if const_expr(cfg.varlen):
-            place, stored = self.key_tile(n_block, head_k, lengths)
+            place, stored = key_tile(n_block, head_k, cfg.tile_n, lengths)
             if stored > 0:  # the same in all threads
                 self.work(place, stored, group, *more)
         else:
@@ -260,26 +260,12 @@ class Bwd16Main:
             self.work(place, Int32(0), group, *more)
 
     @cute.jit
-    def key_tile(self, slot: Int32, head_k: Int32, lengths):
-        """Key tile of a slot: (place, stored). place see `work`; stored is how many keys the sequence has from the tile
-        on, 0 where the slot has no tile, whether they count or not.
-        """
-        cu_q, cu_k, used_k, has_used = lengths
-        sequence, key, stored = block_of_slot(slot, cu_k, slot_shift(self.cfg.tile_n))
-        row0, key0 = cu_q[sequence], cu_k[sequence]
-        rows, keys = cu_q[sequence + 1] - row0, key + stored - key0
-        if has_used != 0:
-            keys = cutlass.min(keys, cutlass.max(used_k[sequence], 0))
-        found = ((key - key0) // self.cfg.tile_n, head_k, sequence, row0, rows, key0, keys)
-        return tuple([cute.arch.make_warp_uniform(x) for x in found]), stored
-
-    @cute.jit
     def work(self, place, stored: Int32, group: Int32, loads, stores, layouts, rows, scalars):
         """A CTA's key tile.
 
         place   (key tile of the sequence, head of K, sequence, first row in q, seqlen_q, first key in k, seqlen_k), of
                 which the first row and key are 0 without `varlen`
-        stored  see `key_tile`; read with `varlen`
+        stored  see `varlen.key_tile`; read with `varlen`
         group   query heads of a key head
         loads   (copy atom, tensor) of Q, K, V, dO; stores likewise of dK, dV
         """

@@ -37,8 +37,9 @@ from cutlass.cute.nvgpu import warpgroup as wg
 
 from ..common.pointers import aligned
 from ..common.scheduler import first_key_block
+from ..common.scores import rows
 from ..config import Bwd16Config
-from .operands import ELEMENTS, opaque_zero, rows
+from .operands import ELEMENTS, opaque_zero
 from .policy_16bit import bf16_pair, fp16_pair
 
 LOG2_E = math.log2(math.e)

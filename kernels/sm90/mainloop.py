@@ -44,9 +44,9 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup as wg
 
 from ..common.mask import mask_scores
+from ..common.scores import rows
 from ..common.varlen import FAR, ragged_coord
 from ..config import V_SCALE_GROUP, Fwd16Config, FwdConfig
-from .operands import rows
 from .policy_16bit import Policy16bit
 from .policy_fp8 import Fp8Policy
 

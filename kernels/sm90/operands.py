@@ -1,4 +1,4 @@
-"""What the policies of both precisions share: element types, layouts in shared memory, views of accumulators."""
+"""What the policies of both precisions share: element types, layouts in shared memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,6 @@ def column_major_atom(dtype, rows: int):
     """Swizzle atom of a tile with `rows` contiguous elements a column."""
     kind = hopper.get_smem_layout_atom(LayoutEnum.COL_MAJOR, dtype, rows)
     return wg.make_smem_layout_atom(kind, dtype)
-
-
-@cute.jit
-def rows(acc: cute.Tensor) -> cute.Tensor:
-    """A warpgroup accumulator ((2, 2, n/8), 1, 1) as (2 rows, (2, n/8) columns) of the thread."""
-    return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, cute.size(acc) // 4)), stride=(2, (1, 4))))
 
 
 @cute.jit

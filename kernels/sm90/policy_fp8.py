@@ -29,8 +29,9 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wg
 
 from ..common.mask import ROW_STEP, first_hidden_key, first_key
+from ..common.scores import rows
 from ..config import CODE_BIAS, CODE_LSE_BIAS, CODE_UNIT, SUM_ROWS, FwdConfig
-from .operands import opaque_zero, row_major_atom, rows
+from .operands import opaque_zero, row_major_atom
 from .softmax_fp8 import F8, Fp8Softmax
 
 LOG2_E = math.log2(math.e)

@@ -32,7 +32,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from ..common.floats import product_rn
 from ..common.mask import ROW_STEP
-from ..common.scores import subtract_distance, tanh_of
+from ..common.scores import rows, subtract_distance, tanh_of
 from ..config import (
     CODE_BIAS,
     CODE_MAX,
@@ -44,7 +44,7 @@ from ..config import (
     UNSET_SHIFT,
     FwdConfig,
 )
-from .operands import row_max, rows
+from .operands import row_max
 
 F8 = cutlass.Float8E4M3FN
 

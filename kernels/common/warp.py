@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 
 @cute.jit
@@ -67,6 +67,28 @@ def interleave_bytes(word: Uint32) -> Uint32:
 
 
 @cute.jit
+def copy_16_bytes(target: Int32, source: Int64):
+    """Starts the copy of 16 bytes from global `source` to shared `target`, in the thread's current group."""
+    cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[target, source])
+
+
+@cute.jit
+def copy_16_bytes_if(target: Int32, source: Int64, wanted: Boolean):
+    """`copy_16_bytes` where `wanted`, else nothing."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[target, source], predicate=wanted
+    )
+
+
+@cute.jit
+def copy_16_bytes_or_zeros(target: Int32, source: Int64, size: Int32):
+    """`copy_16_bytes` with `size` 16; with 0 nothing is read and zeros are written."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, size]
+    )
+
+
+@cute.jit
 def copy_4_bytes_or_zeros(target: Int32, source: Int64, size: Int32):
     """Starts the copy of 4 bytes from global `source` to shared `target`, in the thread's current group; with `size` 0
     instead of 4 nothing is read and zeros are written."""
@@ -89,3 +111,17 @@ def quad_max(value: Float32) -> Float32:
     for step in cutlass.range_constexpr(2):
         value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1 << step))
     return value
+
+
+@cute.jit
+def turns_if_any(condition: Boolean) -> Int32:
+    """1 where `condition` holds for any lane, else 0, for a loop of as many turns around what is seldom wanted.
+
+    A loop is a branch for certain. Of an `if` the assembler makes predicates of a hundred instructions, which then
+    take their time whether or not they do anything.
+    """
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; vote.sync.any.pred p, {$r0}, 0xffffffff; selp.s32 {$w0}, 1, 0, p; }",
+        write_only_types=[Int32],
+        read_only_args=[condition],
+    )

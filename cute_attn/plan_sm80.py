@@ -1,0 +1,195 @@
+"""Tiles of the 16-bit forward kernel by mma.sync, for GPUs from sm_80 on.
+
+Pure functions of plain data, as those of plan16.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Final
+
+from cute_attn.kernels.config import SM80_ARCHS, Fwd16Sm80Config
+from cute_attn.plan import choose_pack_gqa
+
+__all__ = [
+    "TILES_SM80",
+    "TileSm80",
+    "all_forward16_sm80_configs",
+    "forward16_sm80_choice",
+    "forward16_sm80_config",
+]
+
+SMALL: Final = 100 << 10
+"""Shared memory of an SM, in bytes, up to which the rows for little of it serve (sm_86 and sm_89)."""
+
+
+@dataclass(frozen=True)
+class TileSm80:
+    """One row of the tile table; the sizes are those of `Fwd16Sm80Config`.
+
+    It serves heads whose larger of `head_dim` and `head_dim_v`, rounded up to a multiple of 32, is at most `columns`.
+    """
+
+    columns: int
+    why: str
+    small: bool | None = None  # only SMs with little shared memory (True), only others (False), or all
+    causal: bool | None = None  # only with or without a causal mask; None: both
+    features: int = (
+        4  # only with at most so many of window, softcap, ALiBi and unlike lengths: each takes registers
+    )
+    tile_m: int = 128
+    tile_n: int = 64
+    warps: int = 4
+    ctas: int = 2
+    q_in_regs: int = 0
+
+
+TILES_SM80: Final = (
+    TileSm80(
+        columns=64,
+        small=False,
+        features=2,
+        tile_n=96,
+        why="32 rows a warp: each fragment of K and V that is read serves two products; S of 96 keys and O leave no "
+        "register for more",
+    ),
+    TileSm80(
+        columns=64,
+        q_in_regs=4,
+        why="fragments of Q fit into registers beside S and O, so that shared memory is read for K and V alone",
+    ),
+    TileSm80(columns=96, why="two CTAs of 4 warps an SM: one multiplies while the other has its softmax"),
+    TileSm80(
+        columns=128,
+        small=False,
+        features=2,
+        why="32 rows a warp: each fragment of K and V that is read serves two products; S of 64 keys and O leave no "
+        "register for more",
+    ),
+    TileSm80(
+        columns=128, small=False, tile_n=32, why="S of 64 keys would leave no registers for the features"
+    ),
+    TileSm80(
+        columns=128,
+        small=True,
+        causal=True,
+        tile_m=64,
+        why="what two CTAs have room for in shared memory; a square tile hides least under a causal mask",
+    ),
+    TileSm80(columns=128, small=True, tile_n=32, why="what two CTAs have room for in shared memory"),
+    TileSm80(columns=192, warps=8, ctas=1, why="O of 32 rows a warp would not fit into registers"),
+    TileSm80(
+        columns=256, small=False, warps=8, ctas=1, why="O of 32 rows a warp would not fit into registers"
+    ),
+    TileSm80(columns=256, small=True, tile_m=64, ctas=1, why="all that shared memory holds"),
+)
+"""Rows in order: the first that serves a problem is taken. FlashAttention-2's tiles but for what the reasons say."""
+
+
+@functools.lru_cache(maxsize=4096)
+def forward16_sm80_config(
+    head_dim: int,
+    head_dim_v: int,
+    dtype: str,
+    *,
+    arch: str,
+    causal: bool = False,
+    window: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+    sinks: bool = False,
+    group: int = 1,
+    seqlen_q: int = 1 << 20,
+    varlen: bool = False,
+) -> Fwd16Sm80Config:
+    """The kernel for these properties of a problem and an architecture of `SM80_ARCHS`. Pure.
+
+    Args: otherwise as those of `plan16.forward16_config`.
+
+    Raises:
+        ValueError: a head_dim, dtype or architecture for which there is no kernel.
+    """
+    return forward16_sm80_choice(
+        head_dim, head_dim_v, dtype, arch, causal, window, softcap, alibi, sinks, group, seqlen_q, varlen
+    )[0]
+
+
+def forward16_sm80_choice(
+    head_dim: int,
+    head_dim_v: int,
+    dtype: str,
+    arch: str,
+    causal: bool,
+    window: bool,
+    softcap: bool,
+    alibi: bool,
+    sinks: bool,
+    group: int,
+    seqlen_q: int,
+    varlen: bool = False,
+) -> tuple[Fwd16Sm80Config, tuple[str, ...]]:
+    """What `forward16_sm80_config` returns, and the reasons, one sentence for each choice."""
+    if arch not in SM80_ARCHS:
+        raise ValueError(f"arch must be one of {tuple(SM80_ARCHS)}, got {arch!r}")
+    columns = -(-max(head_dim, head_dim_v) // 32) * 32
+    small = SM80_ARCHS[arch].smem_bytes <= SMALL
+    features = sum((window, softcap, alibi, varlen))
+    tile = next(
+        t
+        for t in TILES_SM80
+        if columns <= t.columns
+        and features <= t.features
+        and t.small in (None, small)
+        and t.causal in (None, causal)
+    )
+    pack_gqa, why_pack = choose_pack_gqa(group, seqlen_q, tile.tile_m, varlen)
+
+    def config(kv_stages: int) -> Fwd16Sm80Config:
+        return Fwd16Sm80Config(
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            tile_m=tile.tile_m,
+            tile_n=tile.tile_n,
+            warps=tile.warps,
+            kv_stages=kv_stages,
+            dtype=dtype,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            alibi=alibi,
+            sinks=sinks,
+            pack_gqa=pack_gqa,
+            varlen=varlen,
+            q_in_regs=min(tile.q_in_regs, -(-head_dim // 16)),
+            ctas=tile.ctas,
+            arch=arch,
+        )
+
+    chosen = config(2)
+    if not chosen.fits:
+        chosen = config(1)
+    chosen.check()
+    stages = (
+        "two stages of K and V: the next tile arrives under the products of this one"
+        if chosen.kv_stages == 2
+        else f"one stage of K and V, as shared memory of {arch} does not hold two: V arrives under Q K^T, the next K "
+        "under P V"
+    )
+    why = (f"tile {chosen.tile_m} x {chosen.tile_n}: {tile.why}", stages)
+    return chosen, why if why_pack is None else (*why, why_pack)
+
+
+def all_forward16_sm80_configs() -> list[Fwd16Sm80Config]:
+    """A sample that every test run compiles: each kind of tile, each size of shared memory, each feature."""
+    every = {"softcap": True, "alibi": True, "sinks": True}
+    return [
+        forward16_sm80_config(64, 64, "bf16", arch="sm_80"),
+        forward16_sm80_config(64, 64, "fp16", arch="sm_89", window=True, varlen=True, **every),
+        forward16_sm80_config(96, 72, "bf16", arch="sm_90a", causal=True, group=4, seqlen_q=1),
+        forward16_sm80_config(128, 128, "bf16", arch="sm_90a", causal=True, **every),
+        forward16_sm80_config(128, 128, "bf16", arch="sm_89", causal=True),
+        forward16_sm80_config(120, 128, "bf16", arch="sm_86", window=True, varlen=True, **every),
+        forward16_sm80_config(192, 128, "fp16", arch="sm_86", causal=True, varlen=True),
+        forward16_sm80_config(256, 256, "bf16", arch="sm_80", causal=True, **every),
+    ]
