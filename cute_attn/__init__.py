@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from cute_attn.api import explain, flash_attn_fp8_func, fp8_attention, fp8_attention_quantized, quantize
     from cute_attn.append import append_kv
-    from cute_attn.decode import decode_kernel, flash_attn_with_kvcache
+    from cute_attn.decode import DecodePlan, decode_explain, decode_kernel, flash_attn_with_kvcache
     from cute_attn.dispatch import AttentionLog, Support, is_supported
     from cute_attn.flash import (
         flash_attn_explain,
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PRESETS",
     "AttentionLog",
+    "DecodePlan",
     "Fp8Recipe",
     "KVCache",
     "LayerPolicy",
@@ -57,6 +58,7 @@ __all__ = [
     "Support",
     "__version__",
     "append_kv",
+    "decode_explain",
     "decode_kernel",
     "explain",
     "explain_sdpa",
@@ -94,8 +96,10 @@ _HOME: Final = {
     "QuantizedQKV": "cute_attn.quantize",
     "SdpaPlan": "cute_attn.torch_sdpa",
     "Support": "cute_attn.dispatch",
+    "DecodePlan": "cute_attn.decode",
     "KVCache": "cute_attn.kvcache",
     "append_kv": "cute_attn.append",
+    "decode_explain": "cute_attn.decode",
     "decode_kernel": "cute_attn.decode",
     "explain": "cute_attn.api",
     "flash_attn_explain": "cute_attn.flash",

@@ -8,9 +8,9 @@ disk cache (see `cute_attn.cache`), else the compiler. `inspect` says what the c
 DSL, half a second of import, is imported only where a kernel is not in memory.
 
     python -m cute_attn.compile [--recipe NAMES] [--head-dim SIZES] [--dtype NAMES] [--mask NAMES] [--features NAMES]
-        [--pack-gqa GROUPS] [--varlen] [--backward] [--jobs N]
+        [--pack-gqa GROUPS] [--varlen] [--backward] [--cache FORMS] [--jobs N]
     python -m cute_attn.compile --model NAME_OR_FOLDER [--recipe NAMES] [--seqlen LENGTHS] [--varlen] [--backward]
-        [--jobs N]
+        [--cache FORMS] [--jobs N]
 
 fills the disk cache ahead of use, also on a machine without a GPU, for example while an image is built. The second form
 compiles what a model of transformers calls; `cute_attn.warmup` does the same from Python.
@@ -48,6 +48,7 @@ from cute_attn.kernels.config import (
     Fwd16Sm80Config,
     FwdConfig,
     QuantizeConfig,
+    UnpackConfig,
 )
 from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import PRESETS
@@ -73,6 +74,7 @@ KernelConfig = (
     | QuantizeConfig
     | DecodeConfig
     | AppendConfig
+    | UnpackConfig
 )
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
@@ -130,6 +132,9 @@ def build(config: KernelConfig, options: str = "") -> Any:
     elif isinstance(config, AppendConfig):
         entry, args = _append_arguments(config, wide, scalars)
         arch = config.arch
+    elif isinstance(config, UnpackConfig):
+        entry, args = _unpack_arguments(config, wide, scalars)
+        arch = config.arch
     elif isinstance(config, Fwd16Config | Fwd16Sm80Config):
         element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
         of_batch = () if config.varlen else (batch,)
@@ -146,7 +151,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
             args += [integers(ends), integers(ends), integers(cute.sym_int32())]
         scores = [cutlass.Float32(1.0), cutlass.Float32(1.0), cutlass.Int32(1), cutlass.Int32(1)]
         if isinstance(config, Fwd16Config):
-            from cute_attn.kernels.sm90.fwd import Fwd16bitSm90, Fwd16bitVarlenSm90
+            from cute_attn.kernels.sm90.fwd_16bit import Fwd16bitSm90, Fwd16bitVarlenSm90
 
             entry = Fwd16bitVarlenSm90(config) if config.varlen else Fwd16bitSm90(config)
             args += [integers(1)] if config.varlen else []
@@ -190,7 +195,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
         args += [*[cutlass.Float32(1.0)] * 3, *[cutlass.Int32(1)] * (4 if config.varlen else 3)]
     elif isinstance(config, FwdConfig):
         from cute_attn.kernels.entry import FwdEntry, FwdVarlenEntry
-        from cute_attn.kernels.sm90.fwd import Fwd8bitSm90, Fwd8bitVarlenSm90
+        from cute_attn.kernels.sm90.fwd_8bit import Fwd8bitSm90, Fwd8bitVarlenSm90
 
         out = cutlass.BFloat16 if config.out_dtype == "bf16" else cutlass.Float16
         entry = FwdEntry(Fwd8bitSm90(config), config)
@@ -285,7 +290,7 @@ def _decode_arguments(
     ]
     paged = config.paging != "none"
     args = [
-        wide(element, batch, seqlen_q, heads_q, d),
+        wide(cached if config.query == "e4m3" else element, batch, seqlen_q, heads_q, d),
         wide(cached, sequences, slots, heads_k, d),
         wide(cached, sequences, slots, heads_k, d_v),
         wide(element, batch, seqlen_q, heads_q, d_v),
@@ -298,6 +303,7 @@ def _decode_arguments(
         None if scales is None else scalars(*scales),
         scalars(batch, heads_q) if config.alibi else None,
         scalars(heads_q) if config.sinks else None,
+        scalars(batch, heads_k) if config.query == "e4m3" else None,
         cutlass.Int64(0),
         cutlass.Int32(1),
         cutlass.Float32(1.0),
@@ -344,6 +350,40 @@ def _append_arguments(
         cutlass.Int32(1),
     ]
     return Append(config), args
+
+
+def _unpack_arguments(
+    config: UnpackConfig, wide: Callable[..., Any], scalars: Callable[..., Any]
+) -> tuple[Any, list[Any]]:
+    """Likewise of a kernel that makes rows of a cache."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from cute_attn.kernels.any.vectors import IN_TYPES
+    from cute_attn.kernels.decode.unpack import Unpack
+
+    element = IN_TYPES[config.dtype]
+    cached = cutlass.Float8E4M3FN if config.cache == "e4m3" else element
+    batch, heads_k, sequences, slots, rows = (cute.sym_int32() for _ in range(5))
+    scales: Any = {"none": None, "head": (batch, heads_k), "token": (sequences, slots, heads_k)}[
+        config.scales
+    ]
+    args = [
+        wide(cached, sequences, slots, heads_k, config.head_dim) if config.copy else None,
+        wide(cached, sequences, slots, heads_k, config.head_dim_v) if config.copy else None,
+        wide(element, rows, heads_k, config.head_dim) if config.copy else None,
+        wide(element, rows, heads_k, config.head_dim_v) if config.copy else None,
+        _int32(3, cute.sym_int32()),
+        _int32(batch),
+        _int32(batch) if config.batch_idx else None,
+        _int32(batch) if config.leftpad else None,
+        _int32(batch, cute.sym_int32()) if config.paged else None,
+        None if scales is None else scalars(*scales),
+        None if scales is None else scalars(*scales),
+        scalars(batch, heads_k) if config.query_scale else None,
+        *(cutlass.Int32(1) for _ in range(6)),
+    ]
+    return Unpack(config), args
 
 
 def _int32(*shape: Any) -> Any:
@@ -558,6 +598,29 @@ def _chosen16(
     return list(configs)
 
 
+def _chosen_decode(
+    head_dims: Sequence[tuple[int, int]],
+    dtypes: Sequence[str],
+    features: Sequence[frozenset[str]],
+    groups: Sequence[int],
+    caches: Sequence[str],
+    arch: str,
+) -> list[KernelConfig]:
+    """Kernels for one query of each of these groups of heads against caches of these forms (`decode_plan.FORMS`), and
+    those that append to them."""
+    configs: dict[KernelConfig, None] = {}
+    for (head_dim, head_dim_v), dtype, form in itertools.product(head_dims, dtypes, caches):
+        options: dict[str, Any] = decode_plan.FORMS[form]
+        for chosen, group in itertools.product(features, groups):
+            given = options | dict.fromkeys(chosen, True)
+            config = decode_plan.decode_config(head_dim, head_dim_v, dtype, rows=group, arch=arch, **given)
+            configs[config] = None
+        codes = {name: x for name, x in options.items() if name != "page_size"}
+        append = AppendConfig(head_dim, head_dim_v, dtype, **codes, paged="page_size" in options, arch=arch)
+        configs[append] = None
+    return list(configs)
+
+
 def _chosen_sm80(
     arch: str,
     head_dims: Sequence[tuple[int, int]],
@@ -730,6 +793,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--backward", action="store_true", help="also the 16-bit kernels of the gradients, for training"
     )
+    parser.add_argument(
+        "--cache",
+        type=_several(list(decode_plan.FORMS)),
+        default=[],
+        metavar="FORMS",
+        help=f"also the kernels for KV caches of these forms, of {', '.join(decode_plan.FORMS)}: for one query, with "
+        "--model for as many as --seqlen says",
+    )
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="default: %(default)s")
     args = parser.parse_args(argv)
     if args.jobs < 1:
@@ -760,6 +831,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             configs += _chosen_sm80(args.arch, *common, args.varlen, args.backward)
         elif EXACT in names:
             configs += _chosen16(*common, args.varlen, args.backward)
+        configs += _chosen_decode(
+            args.head_dim, args.dtype, args.features, args.pack_gqa, args.cache, args.arch
+        )
     else:
         from cute_attn import precompile
 
@@ -773,6 +847,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.seqlen or precompile.SEQLENS,
             varlen=args.varlen,
             backward=args.backward,
+            caches=args.cache,
             arch=args.arch,
         )
     start, failed = time.perf_counter(), 0

@@ -1,8 +1,9 @@
-"""Attention of a few new queries against a KV cache, with flash-attn's function.
+"""Attention of new queries against a KV cache, with flash-attn's function.
 
-The path of a call is check -> plan (`decode_plan`) -> launches: new keys and values into the cache (`append`), then
-attention. There is no emulator: away from a GPU that a kernel
-exists for a call is an error unless `backend="reference"` asks for the definition in float32.
+The path of a call is check -> plan (`decode_plan`, `prefill`) -> launches: new keys and values into the cache
+(`append`), then attention, of few queries by the splitting kernel, of many by the 16-bit forward. There is no emulator:
+away from a GPU that a kernel exists for a call is an error unless `backend="reference"` asks for the definition in
+float32.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,13 +22,14 @@ from cute_attn import append, decode_plan, flash, kv, validate
 from cute_attn.compile import compile_kernel
 from cute_attn.decode_plan import Shares
 from cute_attn.kernels.config import AppendConfig, DecodeConfig
+from cute_attn.plan import report_text
+from cute_attn.prefill import NO_END, Prefill, choose, launch_prefill, make_prefill, rows_between
 from cute_attn.remember import Remembered
 from cute_attn.tiles import DTYPE_NAMES
 
-__all__ = ["decode_kernel", "flash_attn_with_kvcache", "reference"]
+__all__ = ["DecodePlan", "decode_explain", "decode_kernel", "flash_attn_with_kvcache", "reference"]
 
 LOG2_E: Final = math.log2(math.e)
-NO_END: Final = 1 << 30  # keys to a side that a query without a window sees: more than any cache has
 
 
 def flash_attn_with_kvcache(
@@ -52,6 +54,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     rotation_signs: Tensor | None = None,
@@ -61,19 +64,23 @@ def flash_attn_with_kvcache(
 
     New keys and values, where given, go into the cache first and are seen.
 
-    FlashAttention-2's online softmax (arXiv 2307.08691) with keys split over the GPU. Lengths are read on the device:
-    the call can be captured in a CUDA graph and replayed with other lengths, tables and contents. No backward.
+    Few queries: FlashAttention-2's online softmax (arXiv 2307.08691) with keys split over the GPU. Many, on Hopper:
+    FlashAttention-3's forward (arXiv 2407.08608) over the cache as rows of 16 bits. Of pages and e4m3 codes these are
+    made first, in memory for all slots of a sequence, at most 1 GiB at a time; `decode_explain` says which, and why.
+    Lengths are read on the device: the call can be captured in a CUDA graph and replayed with other lengths, tables and
+    contents. No backward.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1.
+        q: (batch, seqlen_q, heads_q, head_dim) float16 or bfloat16, last stride 1; or float8_e4m3fn, with `q_descale`,
+            where the cache is, embedded and rotated as it shall be.
         k_cache: (batch_cache, seqlen_cache, heads_k, head_dim), or (pages, page_size, heads_k, head_dim) with a
             block_table; dtype of q, or float8_e4m3fn. Last stride 1, address and other strides multiples of 16 bytes.
             head_dim a multiple of 8 from 32 to 256, of 16 with float8_e4m3fn. heads_q is a multiple of heads_k.
         v_cache: likewise, with head_dim_v.
-        k: (batch, seqlen_new, heads_k, head_dim), dtype of q, last stride 1: keys that are written to slots
-            cache_seqlens and on of each sequence, and seen. `cache_seqlens`, which must be given, stays as it is.
-            Tokens past the last slot are not written. Into a float8_e4m3fn cache they go as codes: with a scale of
-            each token and head, which is written to `k_descale`, or with the given scales of heads.
+        k: (batch, seqlen_new, heads_k, head_dim), dtype of q, which is of 16 bits then, last stride 1: keys that are
+            written to slots cache_seqlens and on of each sequence, and seen. `cache_seqlens`, which must be given,
+            stays as it is. Tokens past the last slot are not written. Into a float8_e4m3fn cache they go as codes: with
+            a scale of each token and head, which is written to `k_descale`, or with the given scales of heads.
         v: (batch, seqlen_new, heads_k, head_dim_v), likewise.
         rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), dtype of q, last stride 1; seqlen_ro at least the slots of
             a sequence, rotary_dim a multiple of 16. With k: rotary position embedding of k at the slots that it goes
@@ -93,8 +100,10 @@ def flash_attn_with_kvcache(
         softcap, alibi_slopes, sinks: as in `flash_attn_func`.
         rotary_interleaved: pairs of columns are 2 i and 2 i + 1, else i and i + rotary_dim / 2.
         num_splits: 0: work is shared out evenly over the GPU, or by whole heads where that is about as even; n > 0:
-            the keys of each head of a sequence are split into n parts by its own length alone.
+            the keys of each head of a sequence are split into n parts by its own length alone, however many queries
+            there are.
         return_softmax_lse: also return the log-sum-exp of each row's scores.
+        q_descale: (batch, heads_k) float32, of a float8_e4m3fn q, any strides.
         k_descale, v_descale: float32, of a float8_e4m3fn cache: (batch, heads_k), or (batch_cache or pages,
             seqlen_cache or page_size, heads_k) for one of each token; any strides.
         rotation_signs: (head_dim,) float32, 1 or -1 (`cute_attn.quantize.rotation_signs`), of a float8_e4m3fn cache
@@ -104,8 +113,9 @@ def flash_attn_with_kvcache(
             device, sequence by sequence).
 
     Returns:
-        out (batch, seqlen_q, heads_q, head_dim_v) of q's dtype; with `return_softmax_lse` also lse (batch, heads_q,
-        seqlen_q) float32, natural log. A row that sees no key has out 0 and lse -inf, or its sink.
+        out (batch, seqlen_q, heads_q, head_dim_v) of q's dtype, bfloat16 with q of float8_e4m3fn; with
+        `return_softmax_lse` also lse (batch, heads_q, seqlen_q) float32, natural log. A row that sees no key has out 0
+        and lse -inf, or its sink.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
@@ -119,6 +129,7 @@ def flash_attn_with_kvcache(
         "block_table": block_table,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
+        "q_descale": q_descale,
         "k_descale": k_descale,
         "v_descale": v_descale,
     }
@@ -141,7 +152,7 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-def decode_kernel(
+def decode_explain(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -156,16 +167,14 @@ def decode_kernel(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     backend: str = "auto",
-) -> str:
-    """Name of the kernel with which `flash_attn_with_kvcache` attends with these arguments, without running it.
+) -> DecodePlan:
+    """What `flash_attn_with_kvcache` does with these arguments, without doing it: kernels, what they copy, and why.
 
-    It is the same for a prompt of many queries, which goes through it in blocks of rows (queries times heads of a
-    group), each of which reads the keys again: "mhalf" in the name means 8 rows, "m1" 16, "m2" 32, "m4" 64, "m8" 128.
-
-    Args: as those of `flash_attn_with_kvcache`. "reference" where no kernel runs.
+    Args: as those of `flash_attn_with_kvcache`. New keys count as if the cache had them.
 
     Raises:
         TypeError, ValueError: as `flash_attn_with_kvcache`.
@@ -177,13 +186,64 @@ def decode_kernel(
         "block_table": block_table,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
+        "q_descale": q_descale,
         "k_descale": k_descale,
         "v_descale": v_descale,
     }
     lengths = None if isinstance(cache_seqlens, Tensor) else cache_seqlens
     options = (None, causal, softcap, window_size, num_splits, lengths)
-    config = _plan(q, k_cache, v_cache, side, dict.fromkeys(append.TENSORS), options, True, backend).config
-    return "reference" if config is None else config.name
+    plan = _plan(q, k_cache, v_cache, side, dict.fromkeys(append.TENSORS), options, True, backend)
+    if plan.prefill is None:
+        kernel = "reference" if plan.config is None else plan.config.name
+        return DecodePlan(kernel, None, 0, 0, plan.reasons)
+    unpack, batch, heads_k = plan.prefill.unpack, q.shape[0], k_cache.shape[2]
+    copied = 0
+    if unpack.copy:
+        of_cache = (q.shape[3] + v_cache.shape[3]) * k_cache.element_size()
+        copied = batch * heads_k * plan.prefill.stride * (of_cache + plan.prefill.row_bytes)
+    return DecodePlan(
+        plan.prefill.config.name, unpack.name, copied, plan.prefill.workspace_bytes, plan.reasons
+    )
+
+
+def decode_kernel(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> str:
+    """Name of the kernel with which `flash_attn_with_kvcache` attends: `decode_explain(...).kernel`.
+
+    Args, Raises: as those of `decode_explain`.
+    """
+    return decode_explain(q, k_cache, v_cache, **options).kernel
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """What a call does. `str(plan)` is the readable form.
+
+    Attributes:
+        kernel: that attends: the splitting kernel, whose name has the rows of a block ("mhalf" 8, "m1" 16, "m2" 32,
+            "m4" 64, "m8" 128), or the 16-bit forward; "reference" where none runs.
+        rows_kernel: that finds, or makes, rows of the cache for the forward; None without.
+        copied_bytes: that it reads and writes where all sequences are as long as they may be; 0 where the forward
+            reads the cache as it lies.
+        workspace_bytes: of the rows that it makes at a time.
+        reasons: one sentence for each choice.
+    """
+
+    kernel: str
+    rows_kernel: str | None
+    copied_bytes: int
+    workspace_bytes: int
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = {"kernel": self.kernel}
+        if self.rows_kernel is not None:
+            lines["rows"] = self.rows_kernel
+            lines["copied"] = (
+                f"{self.copied_bytes / 2**20:.4g} MiB at most, through {self.workspace_bytes / 2**20:.4g} MiB"
+                if self.copied_bytes
+                else "nothing: the forward reads the cache as it lies"
+            )
+        return report_text(lines, self.reasons)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -196,6 +256,7 @@ class _Plan:
     """What a call with these shapes, strides and options does."""
 
     config: DecodeConfig | None  # None: the reference
+    prefill: Prefill | None  # that attends instead of `config`, if it does
     append: AppendConfig | None  # of the kernel that comes first, if one does
     shares: Shares
     softmax_scale: float
@@ -203,6 +264,7 @@ class _Plan:
     window: tuple[int, int]  # -1 without an end
     length: int  # of every sequence where no tensor says it
     rotary_interleaved: bool
+    reasons: tuple[str, ...] = ()
 
     def run(
         self,
@@ -243,10 +305,24 @@ class _Plan:
                 cache_leftpad=side["cache_leftpad"],
                 block_table=side["block_table"],
                 sinks=side["sinks"],
+                q_descale=side["q_descale"],
                 k_descale=side["k_descale"],
                 v_descale=side["v_descale"],
             )
-            return out.to(q.dtype), lse
+            return out.to(_out_dtype(q)), lse
+        if self.prefill is not None:
+            return launch_prefill(
+                q,
+                k_cache,
+                v_cache,
+                self.prefill,
+                places,
+                alibi_slopes=slopes,
+                softmax_scale=self.softmax_scale,
+                softcap=self.softcap,
+                seqlen_new=seqlen_new,
+                sms=_sms(device),
+            )
         return launch_decode(
             q,
             k_cache,
@@ -259,6 +335,7 @@ class _Plan:
             block_table=side["block_table"],
             k_scale=side["k_descale"],
             v_scale=side["v_descale"],
+            q_scale=side["q_descale"],
             alibi_slopes=slopes,
             sinks=side["sinks"],
             softmax_scale=self.softmax_scale,
@@ -284,11 +361,17 @@ def _plan(
     """Check everything, and plan."""
     softmax_scale, causal, softcap, window_size, num_splits, length = options
     window, cap = flash._check_options(0.0, causal, softcap, False, False, window_size)
-    kv.check_caches("q", q, k_cache, v_cache)
+    kv.check_caches("q", q, k_cache, v_cache, (*validate.IN_DTYPES, kv.E4M3))
     scale = validate.check_softmax_scale(softmax_scale, q.shape[3])
     validate._check_heads(q.shape[2], k_cache.shape[2])
     validate.check_side_tensors(q.shape[0], q.shape[2], q.device, side["alibi_slopes"], side["sinks"])
     capacity = kv.check_places("q", q, k_cache, side)
+    kv.check_query_scale(q, k_cache.shape[2], side["q_descale"])
+    if q.dtype == kv.E4M3 and any(x is not None for x in new.values()):
+        name = next(name for name, x in new.items() if x is not None)
+        raise ValueError(
+            f"{name} is given with q of {q.dtype}; allowed: None, as such a q is taken as it is, and append_kv appends"
+        )
     append.check_append("q", q, k_cache, v_cache, capacity, new, interleaved)
     if isinstance(num_splits, bool) or not isinstance(num_splits, int):
         raise TypeError(f"num_splits is a {type(num_splits).__name__}; allowed: an int")
@@ -301,9 +384,10 @@ def _plan(
     arch = kv.target(backend, "q", q, k_cache.dtype)
     batch, seqlen_q, heads_q, head_dim = q.shape
     heads_k, head_dim_v = v_cache.shape[2:]
-    plan = _Plan(None, None, Shares(0, 0, 1, 0), scale, cap, window, count, interleaved)
+    plan = _Plan(None, None, None, Shares(0, 0, 1, 0), scale, cap, window, count, interleaved)
     if arch is None or batch == 0:
-        return plan
+        why = "the batch is empty" if arch is not None else "backend 'reference' was asked for"
+        return dataclasses.replace(plan, reasons=(why,))
     keys = k is not None and k.shape[1] > 0
     queries = seqlen_q > 0 and (new["rotary_cos"] is not None or new["rotation_signs"] is not None)
     if keys or queries:
@@ -313,7 +397,7 @@ def _plan(
         )
         plan = dataclasses.replace(plan, append=config)
     if seqlen_q == 0:
-        return plan
+        return dataclasses.replace(plan, reasons=("there are no queries",))
     fp8 = k_cache.dtype == kv.E4M3
     descale = side["k_descale"]
     left, right = window
@@ -321,9 +405,10 @@ def _plan(
     attend = decode_plan.decode_config(
         head_dim,
         head_dim_v,
-        DTYPE_NAMES[q.dtype],
+        DTYPE_NAMES[_out_dtype(q)],
         cache="e4m3" if fp8 else "16bit",
         scales="none" if not fp8 else "token" if descale is not None and descale.dim() == 3 else "head",
+        query="e4m3" if q.dtype == kv.E4M3 else "16bit",
         page_size=None if side["block_table"] is None else k_cache.shape[1],
         rows=rows,
         row_ends=seqlen_q > 1 and (left >= 0 or right >= 0),
@@ -338,8 +423,25 @@ def _plan(
     if side["cache_seqlens"] is None and side["cache_leftpad"] is None:
         end = min(count + (0 if k is None else k.shape[1]), capacity)
         seen = (max(end - seqlen_q - left, 0) if left >= 0 else 0, end)
-    shares = decode_plan.shares(attend, batch, heads_k, rows, capacity, num_splits, _sms(q.device), seen)
-    return dataclasses.replace(plan, config=attend, shares=shares)
+    sms = _sms(q.device)
+    shares = decode_plan.shares(attend, batch, heads_k, rows, capacity, num_splits, sms, seen)
+    plan = dataclasses.replace(plan, config=attend, shares=shares)
+    if arch != "sm_90a":
+        return dataclasses.replace(plan, reasons=(f"many queries have no other kernel for {arch}",))
+    if num_splits:
+        return dataclasses.replace(plan, reasons=(f"num_splits is {num_splits}, which the forward has not",))
+    first, end = (0, capacity) if seen is None else seen
+    most = min(end - first, seqlen_q + left) if left >= 0 else end - first
+    contiguous = not fp8 and side["block_table"] is None
+    stored = rows_between(k_cache, v_cache) if contiguous else None
+    prefill = make_prefill(attend, batch, heads_q, heads_k, seqlen_q, capacity, most, window, stored)
+    taken, why = choose(attend, prefill, batch, heads_q, heads_k, seqlen_q, most, sms)
+    return dataclasses.replace(plan, prefill=prefill if taken else None, reasons=(why,))
+
+
+def _out_dtype(q: Tensor) -> torch.dtype:
+    """Of the output."""
+    return torch.bfloat16 if q.dtype == kv.E4M3 else q.dtype
 
 
 @functools.lru_cache(maxsize=64)
@@ -365,6 +467,7 @@ def launch_decode(
     block_table: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     softmax_scale: float,
@@ -381,15 +484,20 @@ def launch_decode(
         seqlen_new: keys of each sequence behind those that `seqlens` counts.
 
     Returns:
-        (out, lse): (batch, seqlen_q, heads_q, head_dim_v) of q's dtype, (batch, heads_q, seqlen_q) float32.
+        (out, lse): (batch, seqlen_q, heads_q, head_dim_v) of q's dtype, bfloat16 with q of e4m3; (batch, heads_q,
+        seqlen_q) float32.
     """
     batch, seqlen_q, heads_q, _ = q.shape
-    device, head_dim_v = q.device, v_cache.shape[3]
-    if softmax_scale <= 0:  # the kernel wants a positive one: signs and zero go to Q
-        q = q * math.copysign(1.0, softmax_scale) if softmax_scale else q * 0.0
+    device, head_dim_v, out_dtype = q.device, v_cache.shape[3], _out_dtype(q)
+    if softmax_scale <= 0:  # the kernel wants a positive one: signs and zero go to Q, or to its scales
+        sign = math.copysign(1.0, softmax_scale) if softmax_scale else 0.0
+        if q_scale is None:
+            q = q * sign
+        else:
+            q_scale = q_scale * sign
         softmax_scale = -softmax_scale or 1.0
     q = kv.aligned(q)
-    out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
+    out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=out_dtype, device=device)
     lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
     workspace = torch.empty(shares.slots * config.rows * (2 + head_dim_v), dtype=torch.float32, device=device)
     left, right = window
@@ -407,6 +515,7 @@ def launch_decode(
         v_scale,
         alibi_slopes,
         sinks,
+        q_scale,
         workspace.data_ptr(),
         shares.slots,
         (softcap or softmax_scale) * LOG2_E,
@@ -436,6 +545,7 @@ def reference(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
@@ -472,8 +582,13 @@ def reference(
         if k_descale is not None and v_descale is not None:
             keys = keys * _scales(k_descale, b, read).to(dtype)
             values = values * _scales(v_descale, b, read).to(dtype)
+        queries = q[b : b + 1].to(dtype)
+        if q_descale is not None:
+            queries = queries * q_descale[b].to(dtype).repeat_interleave(
+                heads_q // k_cache.shape[2]
+            ).unsqueeze(-1)
         out[b : b + 1], lse[b : b + 1] = flash.reference(
-            q[b : b + 1],
+            queries,
             keys.unsqueeze(0),
             values.unsqueeze(0),
             softmax_scale=softmax_scale,

@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cute_attn.kernels.config import DECODE_KEYS, REGISTERS_PER_SM, SMEM_LIMIT, AppendConfig, DecodeConfig
+from cute_attn.kernels.config import (
+    DECODE_KEYS,
+    REGISTERS_PER_SM,
+    SMEM_LIMIT,
+    AppendConfig,
+    DecodeConfig,
+    UnpackConfig,
+)
 
 SMEM_PER_SM: Final = {
     "sm_80": 164 << 10,
@@ -29,6 +36,15 @@ MOST_STAGES: Final = 8
 LEAST_STAGES: Final = 3  # two in flight while one is computed on
 LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining kernel than it saves
 LINE: Final = 128  # bytes of a line of L2, which a copy of a part of it loads whole
+
+
+# Forms of a cache by name, as options of `decode_config`: pages of a multiple of 16 slots share a kernel
+FORMS: Final[dict[str, dict[str, Any]]] = {
+    "16bit": {},
+    "16bit-paged": {"page_size": DECODE_KEYS},
+    "e4m3": {"cache": "e4m3", "scales": "token"},
+    "e4m3-paged": {"cache": "e4m3", "scales": "token", "page_size": DECODE_KEYS},
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +73,7 @@ def decode_config(
     *,
     cache: str = "16bit",
     scales: str = "none",
+    query: str = "16bit",
     page_size: int | None = None,
     rows: int = 1,
     row_ends: bool = False,
@@ -86,6 +103,7 @@ def decode_config(
         cache=cache,
         scales=scales,
         paging=paging,
+        query=query,
         m_tiles=m_tiles,
         half_tile=rows <= 8 or max(head_dim, head_dim_v) > columns,
         row_ends=row_ends,
@@ -146,7 +164,7 @@ def shares(
     return Shares(ctas, 0, LEAST_TILES, 2 * ctas, heads_in_step(config, heads_k))
 
 
-def all_decode_configs() -> list[DecodeConfig | AppendConfig]:
+def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:
     """A sample of the kernels for ahead-of-use compilation and tests: the common ones, and those short of registers."""
     everything: dict[str, Any] = dict.fromkeys(("row_ends", "softcap", "alibi", "sinks", "leftpad"), True)
     token: dict[str, Any] = {"cache": "e4m3", "scales": "token"}
@@ -159,6 +177,7 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig]:
         decode_config(128, 128, "fp16", rows=4, batch_idx=True, cache="e4m3", scales="head"),
         decode_config(128, 128, "bf16", rows=8, **token),
         decode_config(256, 256, "bf16", rows=8, page_size=1, **token, **everything),
+        decode_config(256, 256, "bf16", rows=8, page_size=1, query="e4m3", **token, **everything),
         decode_config(256, 256, "bf16", rows=8, page_size=16, **everything),
         decode_config(256, 256, "bf16", rows=16, page_size=1, **everything),
         decode_config(64, 64, "bf16", rows=64, **token, **everything),
@@ -174,7 +193,12 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig]:
         AppendConfig(96, 96, "bf16", cache="e4m3", scales="head", rotate=True, keys=False, queries=True),
         AppendConfig(128, 128, "bf16", rotary="half", queries=True, arch="sm_80"),
     ]
-    return [*attend, *append]
+    unpack = [
+        UnpackConfig(128, 128, "bf16", paged=True),
+        UnpackConfig(128, 64, "bf16", **token, paged=True, query_scale=True, leftpad=True),
+        UnpackConfig(128, 128, "bf16", copy=False, leftpad=True, batch_idx=True),
+    ]
+    return [*attend, *append, *unpack]
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Which code serves an attention call of the integrations (SDPA, transformers), and a log of what ran.
 
-What was asked for comes first: the 8-bit kernels of a recipe, or the 16-bit kernel. What no 8-bit kernel takes, such as
-a call that wants a gradient, goes to the 16-bit kernel, which is exact, and what no kernel takes goes to torch. Every
-step down has its reason, the text of the refusal, and is counted in an `AttentionLog`.
+What was asked for comes first: the 8-bit kernels of a recipe, or the 16-bit kernel; with gradients, too, which 8 bits
+have by the 16-bit backward. What no 8-bit kernel takes goes to the 16-bit kernel, which is exact, and what no kernel
+takes goes to torch. Every step down has its reason, the text of the refusal, and is counted in an `AttentionLog`.
 """
 
 from __future__ import annotations
@@ -217,15 +217,9 @@ def _choose(
             need = "the kernels need a GPU of compute capability 8.0 to 8.9 or 9.x"
             return Choice(TORCH, "torch", f"q is on {where}, and {need}")
         eight = False
-    wanting = [
-        name for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if flash._wants_gradient(x)
-    ]
     for candidate in dict.fromkeys((precision, EXACT)):
         if candidate != EXACT and not eight:
             reason = "the 8-bit kernels need a Hopper GPU (H100, H200) and backend 'auto' or 'sm90'"
-            continue
-        if candidate != EXACT and wanting:
-            reason = f"{wanting[0]} requires grad, and training is exact here; fp8_attention trains in 8 bits"
             continue
         try:
             kernel = _kernel(q, k, v, candidate, backend, causal, softmax_scale, window, softcap, sinks)

@@ -288,7 +288,7 @@ def _show(findings: Sequence[Finding]) -> None:
 
     table: Any = Table(box=box.SIMPLE_HEAD)
     for header in ("what", "", "found", "what to do"):
-        table.add_column(header, overflow="fold")
+        table.add_column(header, overflow="fold", no_wrap=header in ("what", ""))
     for finding in findings:
         style = _STYLES[finding.status]
         table.add_row(finding.what, f"[{style}]{finding.status}[/{style}]", finding.found, finding.advice)

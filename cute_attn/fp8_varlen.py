@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -158,7 +158,7 @@ def fp8_attention_varlen_kernel(
 
 
 @dataclass(frozen=True)
-class _VarlenPlan:
+class VarlenPlan:
     backend: str  # "sm90" or "emulator"
     reason: str  # for it
     recipe: Fp8Recipe
@@ -182,7 +182,7 @@ def _plan(
     sinks: Tensor | None,
     backend: str,
     out_dtype: torch.dtype | None,
-) -> _VarlenPlan:
+) -> VarlenPlan:
     """Check everything but the scale, and plan."""
     one = [_as_batch(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     validate.check_inputs(*one)
@@ -196,7 +196,7 @@ def _plan(
     features = Features((left, right), cap, alibi_slopes is not None, sinks is not None)
     capability = device_capability(q.device)
     validate.check_backend(backend, capability)
-    return _choose(
+    return choose(
         tuple(q.shape),
         tuple(v.shape),
         q.dtype,
@@ -220,8 +220,20 @@ def _as_batch(name: str, x: object) -> object:
     return x.unsqueeze(0)
 
 
+_OF_MANY: Final = ("tensor", "head")  # scales that sequences of unlike length do not have
+
+
+def _scales(recipe: Fp8Recipe) -> dict[str, str]:
+    return {"q_scale": recipe.q_scale, "k_scale": recipe.k_scale, "v_scale": recipe.v_scale}
+
+
+def takes_recipe(recipe: Fp8Recipe) -> bool:
+    """Whether `fp8_attention_varlen` takes a recipe."""
+    return not any(mode in _OF_MANY for mode in _scales(recipe).values())
+
+
 @functools.lru_cache(maxsize=4096)
-def _choose(
+def choose(
     shape_q: tuple[int, ...],
     shape_v: tuple[int, ...],
     dtype: torch.dtype,
@@ -231,11 +243,10 @@ def _choose(
     capability: tuple[int, int] | None,
     backend: str,
     out_dtype: torch.dtype,
-) -> _VarlenPlan:
+) -> VarlenPlan:
     """The kernels, as if all sequences had the mean length. Pure."""
-    modes = {"q_scale": recipe.q_scale, "k_scale": recipe.k_scale, "v_scale": recipe.v_scale}
-    for name, mode in modes.items():
-        if mode in ("tensor", "head"):
+    for name, mode in _scales(recipe).items():
+        if mode in _OF_MANY:
             raise NotImplementedError(
                 f"recipe {recipe.name!r} has {name} {mode!r}, which sequences of unlike length do not have; allowed: "
                 "scales of tokens and blocks"
@@ -262,7 +273,7 @@ def _choose(
         varlen=True,
     )
     chosen, reason = plan.choose_backend(capability, backend)
-    return _VarlenPlan(
+    return VarlenPlan(
         backend=chosen,
         reason=reason,
         recipe=recipe,
@@ -284,7 +295,7 @@ _calls: Remembered[VarlenAttention] = Remembered()
 
 
 def _prepare(
-    found: _VarlenPlan, shape_q: torch.Size, shape_k: torch.Size, scale: float, device: torch.device
+    found: VarlenPlan, shape_q: torch.Size, shape_k: torch.Size, scale: float, device: torch.device
 ) -> VarlenAttention:
     """The call of the kernels for these shapes, made ready."""
     from cute_attn.launch_varlen import VarlenAttention
@@ -308,7 +319,7 @@ def _emulate(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    found: _VarlenPlan,
+    found: VarlenPlan,
     scale: float,
     slopes: Tensor | None,
     sinks: Tensor | None,

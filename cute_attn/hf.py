@@ -11,9 +11,10 @@ log.
 transformers asks a mask function once for each forward pass, and the attention function in each layer. Ours turns a
 padding mask, a sliding window and a cache's unused tail into a few numbers for each sequence: its first key, the end
 of its keys, and where the queries stand. The attention function then passes the visible part of each sequence to a
-kernel: in 16 bits those of all sequences at once, in 8 bits one after another. A mask
-that is more than that (packed sequences, image tokens that see each other, padding in the middle) becomes a tensor, and
-torch attends.
+kernel: those of all sequences at once, or one after another where a gradient is wanted in 8 bits. Few queries behind a
+cache, as in a decoding step, go to the decoding kernel, in 16 bits: it reads the cache where it is. A mask that is more
+than that (packed sequences, image tokens that see each other, padding in the middle) becomes a tensor, and torch
+attends.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn import dispatch
+from cute_attn import dispatch, flash
+from cute_attn.decode import decode_kernel, flash_attn_with_kvcache
 from cute_attn.dispatch import EXACT, TORCH, AttentionLog, Choice
 from cute_attn.flash_varlen import flash_attn_varlen_func, flash_attn_varlen_kernel
+from cute_attn.fp8_varlen import fp8_attention_varlen, fp8_attention_varlen_kernel, takes_recipe
 from cute_attn.policy import LayerPolicy
+from cute_attn.quantize import resolve_recipe
+from cute_attn.remember import Remembered
 from cute_attn.tracing import untraced
 
 __all__ = ["IMPLEMENTATIONS", "register"]
@@ -39,7 +44,7 @@ IMPLEMENTATIONS: Final = {"cute_attn": EXACT, "cute_attn_fp8": "fp8", "cute_attn
 """Precision by name of the implementation; beside them there is "cute_attn_policy"."""
 
 POLICY_NAME: Final = "cute_attn_policy"
-_DECODE_ROWS: Final = 64  # of queries that share a key head: one warpgroup's
+_DECODE_ROWS: Final = 64  # of queries that share a key head: fewer are the decoding kernel's
 _FEW_QUERIES: Final = "few queries meet a cache, and quantising all its keys would cost more than it saves"
 
 
@@ -282,9 +287,8 @@ def _attention_forward(
         pattern = Pattern(((0, seqlen_k),) * query.shape[0], seqlen_k - seqlen_q, window, causal)
     elif attention_mask.dtype == torch.int64 and attention_mask.shape[1:] == (1, 1, 5):
         pattern = Pattern.of(attention_mask)
-    precision, reason = asked, None
-    if asked != EXACT and seqlen_q < seqlen_k and seqlen_q * query.shape[1] // key.shape[1] < _DECODE_ROWS:
-        precision, reason = EXACT, _FEW_QUERIES
+    few = seqlen_q < seqlen_k and seqlen_q * query.shape[1] // key.shape[1] < _DECODE_ROWS
+    precision, reason = (EXACT, _FEW_QUERIES) if few and asked != EXACT else (asked, None)
     why_torch = _needs_torch(attention_mask, pattern, dropout, position_bias)
     if why_torch is None:
         assert pattern is not None
@@ -300,10 +304,15 @@ def _attention_forward(
         )
         parts = _parts(pattern, seqlen_q)
         chosen = [call.choose(part, pattern) for part in parts[:1]]  # of a precision, all of them or none
-        if len(parts) > 1 and chosen[0].precision == EXACT:
-            kernel, packed = call.run_packed(parts, pattern)
-            log.record(kernel, chosen[0].reason or reason)
-            return packed, None
+        if chosen and chosen[0].kernel != TORCH:
+            gradient, used = call.wants_gradient(), chosen[0].precision
+            found = call.run_cached(pattern) if few and not gradient else None
+            if found is None and len(parts) > 1 and _packs(used) and (used == EXACT or not gradient):
+                found = call.run_packed(parts, pattern, used)
+            if found is not None:
+                kernel, out = found
+                log.record(kernel, chosen[0].reason or reason)
+                return out, None
         chosen += [call.choose(part, pattern) for part in parts[1:]]
         why_torch = next((each.reason for each in chosen if each.kernel == TORCH), None)
         if why_torch is None:
@@ -323,7 +332,7 @@ def _attention_forward(
     log.record(TORCH, why_torch)
     if pattern is not None:
         attention_mask, is_causal = pattern.for_torch(seqlen_q, seqlen_k, query.device)
-    out: Tensor = sdpa_attention_forward(
+    out = sdpa_attention_forward(
         module,
         query,
         key,
@@ -372,6 +381,16 @@ def _parts(pattern: Pattern, seqlen_q: int) -> list[_Part]:
     return parts
 
 
+def _packs(precision: dispatch.Precision) -> bool:
+    """Whether sequences of unlike length can be attended in one call."""
+    return precision == EXACT or takes_recipe(resolve_recipe(precision))
+
+
+_cached_kernels: Remembered[str | None] = (
+    Remembered()
+)  # what runs few queries behind a cache, if something does
+
+
 class _Call(NamedTuple):
     """A call of the attention function, in the layout of the kernels, (batch, seqlen, heads, head_dim)."""
 
@@ -404,23 +423,69 @@ class _Call(NamedTuple):
             "sinks": self.sinks,
         }
 
+    def _options_of_one(self, pattern: Pattern) -> dict[str, Any]:
+        """Of the functions in 16 bits that take all sequences in one call, but for the scale."""
+        options = self._options(pattern)
+        del options["softmax_scale"]
+        options["window_size"] = options.pop("window")
+        options["backend"] = "reference" if self.backend == "emulator" else self.backend
+        return options
+
     def choose(self, part: _Part, pattern: Pattern) -> Choice:
         """What serves a part."""
         tensors, options = self._arguments(part, pattern)
         return dispatch.choose(*tensors, precision=self.precision, **options)
 
-    def run_packed(self, parts: list[_Part], pattern: Pattern) -> tuple[str, Tensor]:
-        """Attend all parts, one a sequence, in one call of the 16-bit kernel.
+    def wants_gradient(self) -> bool:
+        return flash._wants_gradient(self.q, self.k, self.v, self.sinks)
+
+    def run_cached(self, pattern: Pattern) -> tuple[str, Tensor] | None:
+        """Attend few queries at the end of a cache in the decoding kernel, without a gradient.
+
+        Returns:
+            the kernel's name, and (batch, seqlen_q, heads_q, head_dim_v); None where that kernel cannot: another mask,
+            or a cache whose address or strides are no multiples of 16 bytes.
+        """
+        length = pattern.start + self.q.shape[1]
+        if not pattern.causal or any(first < end and end != length for first, end in pattern.spans):
+            return None
+        if self.k.data_ptr() % 16 or self.v.data_ptr() % 16:
+            return None
+        firsts = tuple(first if first < end else length for first, end in pattern.spans)
+        options = self._options_of_one(pattern)
+        options["cache_seqlens"] = length
+        options["cache_leftpad"] = _lengths(firsts, self.q.device) if any(firsts) else None
+        signature = dispatch.signature(self.q, self.k, self.v, self.sinks)
+        asked = (signature, length, any(firsts), pattern.window, self.softcap, self.backend)
+        if asked not in _cached_kernels:
+            try:
+                kernel = decode_kernel(self.q, self.k, self.v, **options)
+            except (TypeError, ValueError, NotImplementedError):
+                kernel = None
+            _cached_kernels.keep(asked, kernel)
+        kernel = _cached_kernels[asked]
+        if kernel is None:
+            return None
+        out = flash_attn_with_kvcache(self.q, self.k, self.v, softmax_scale=self.softmax_scale, **options)
+        assert isinstance(out, Tensor)
+        return kernel, out
+
+    def run_packed(
+        self, parts: list[_Part], pattern: Pattern, precision: dispatch.Precision
+    ) -> tuple[str, Tensor]:
+        """Attend all parts, one a sequence, in one call of a kernel; in 8 bits without a gradient.
 
         Rows of a sequence begin at its first: those of padding before the first key see no key of a causal mask.
 
         Returns:
             the kernel's name, and (batch, seqlen_q, heads_q, head_dim_v).
         """
-        options = self._options(pattern)
-        options["backend"] = "reference" if self.backend == "emulator" else self.backend
-        options["window_size"] = options.pop("window")
-        scale = options.pop("softmax_scale")
+        options = self._options_of_one(pattern)
+        name: Callable[..., str] = flash_attn_varlen_kernel
+        function: Callable[..., Tensor | tuple[Tensor, Tensor]] = flash_attn_varlen_func
+        if precision != EXACT:
+            options |= {"recipe": precision, "backend": self.backend}
+            name, function = fp8_attention_varlen_kernel, fp8_attention_varlen
         keys = [part.keys for part in parts]
         k, v = (torch.cat([x[p.batch, p.keys].squeeze(0) for p in parts]) for x in (self.k, self.v))
         q = torch.cat([self.q[p.batch, : p.rows.stop].squeeze(0) for p in parts])
@@ -430,8 +495,8 @@ class _Call(NamedTuple):
             _running_sum(tuple(rows), q.device),
             _running_sum(tuple(each.stop - each.start for each in keys), q.device),
         )
-        kernel = flash_attn_varlen_kernel(q, k, v, *ends, **options)
-        result = flash_attn_varlen_func(q, k, v, *ends, max(rows), longest, softmax_scale=scale, **options)
+        kernel = name(q, k, v, *ends, **options)
+        result = function(q, k, v, *ends, max(rows), longest, softmax_scale=self.softmax_scale, **options)
         assert isinstance(result, Tensor)
         batch, seqlen_q = self.q.shape[:2]
         if rows == [seqlen_q] * batch:
@@ -463,3 +528,8 @@ class _Call(NamedTuple):
 def _running_sum(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """0 and the sums of the first so many lengths, as `cu_seqlens` of `flash_attn_varlen_func`."""
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def _lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(lengths, dtype=torch.int32, device=device)

@@ -47,14 +47,20 @@ def target(backend: object, name: str, x: Tensor, cached: torch.dtype) -> str | 
     return arch
 
 
-def check_caches(name: str, x: object, k_cache: object, v_cache: object) -> None:
-    """Refuse a cache that the 16-bit tensor `x`, called `name`, cannot go with.
+def check_caches(
+    name: str,
+    x: object,
+    k_cache: object,
+    v_cache: object,
+    dtypes: tuple[torch.dtype, ...] = validate.IN_DTYPES,
+) -> None:
+    """Refuse a cache that the tensor `x`, called `name`, of one of `dtypes`, cannot go with.
 
     Raises:
         TypeError: not a tensor, or a dtype that is not allowed.
         ValueError: rank, device, layout, strides or shapes that are not allowed.
     """
-    validate._check_tensor(name, x, validate.IN_DTYPES)
+    validate._check_tensor(name, x, dtypes)
     for each, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         validate._check_tensor(each, cache, (*validate.IN_DTYPES, E4M3))
     assert isinstance(x, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
@@ -62,7 +68,8 @@ def check_caches(name: str, x: object, k_cache: object, v_cache: object) -> None
         if cache.device != x.device:
             raise ValueError(f"{each} is on device {cache.device}; allowed: that of {name}, {x.device}")
         if cache.dtype not in (x.dtype, E4M3):
-            raise TypeError(f"{each} has dtype {cache.dtype}; allowed: that of {name}, {x.dtype}, or {E4M3}")
+            allowed = f"that of {name}, {x.dtype}" + ("" if x.dtype == E4M3 else f", or {E4M3}")
+            raise TypeError(f"{each} has dtype {cache.dtype}; allowed: {allowed}")
     if v_cache.dtype != k_cache.dtype:
         raise TypeError(f"v_cache has dtype {v_cache.dtype}; allowed: that of k_cache, {k_cache.dtype}")
     if k_cache.shape[3] != x.shape[3]:
@@ -146,6 +153,29 @@ def check_places(name: str, x: Tensor, k_cache: Tensor, side: Mapping[str, Tenso
             f"v_descale has shape {tuple(v_descale.shape)}; allowed: that of k_descale, {tuple(k_descale.shape)}"
         )
     return slots if table is None else slots * table.shape[1]
+
+
+def check_query_scale(q: Tensor, heads_k: int, q_descale: object) -> None:
+    """Refuse scales that do not fit q; those of an e4m3 q must be there.
+
+    Raises:
+        TypeError, ValueError: as `flash_attn_with_kvcache`.
+    """
+    if q.dtype != E4M3:
+        if q_descale is not None:
+            raise ValueError(f"q_descale is given with q of {q.dtype}; allowed: with {E4M3}")
+        return
+    if not isinstance(q_descale, Tensor):
+        what = "None" if q_descale is None else f"a {type(q_descale).__name__}"
+        raise TypeError(f"q_descale is {what}; allowed with q of {E4M3}: a float32 torch.Tensor")
+    if q_descale.dtype != torch.float32:
+        raise TypeError(f"q_descale has dtype {q_descale.dtype}; allowed: torch.float32")
+    if tuple(q_descale.shape) != (q.shape[0], heads_k):
+        raise ValueError(
+            f"q_descale has shape {tuple(q_descale.shape)}; allowed: (batch, heads_k) = {(q.shape[0], heads_k)}"
+        )
+    if q_descale.device != q.device:
+        raise ValueError(f"q_descale is on device {q_descale.device}; allowed: that of q, {q.device}")
 
 
 def check_length(length: object, capacity: int, seqlen_new: int | None = None) -> int:

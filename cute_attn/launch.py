@@ -623,6 +623,9 @@ def launch_forward16_varlen(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     sms: int | None = None,
+    only_starts: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the compiled 16-bit forward kernel of `config`, which is one of sequences of unlike length.
 
@@ -630,6 +633,9 @@ def launch_forward16_varlen(
         q, k, v: (total, heads, dim), otherwise as in `launch_forward16`.
         cu_seqlens_q, cu_seqlens_k, seqused_k: as in `flash_attn_varlen_func`.
         softmax_scale, softcap, window, alibi_slopes, sinks, sms: as in `launch_forward16`.
+        only_starts: `cu_seqlens_k` only says where sequences begin, in any order; `seqused_k`, which must be given,
+            says how many keys they have.
+        out, lse: where results go, of the shapes below; allocated where None. Strides of out as those of q.
 
     Returns:
         (out, lse): (total_q, heads_q, head_dim_v) of q's dtype, (heads_q, total_q) float32.
@@ -638,8 +644,10 @@ def launch_forward16_varlen(
     total_k, _, head_dim_v = v.shape
     batch, device = cu_seqlens_q.shape[0] - 1, q.device
     q, *factors = _factors16(q, softmax_scale, softcap)
-    out = torch.empty((total_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
-    lse = torch.empty((heads_q, total_q), dtype=torch.float32, device=device)
+    if out is None:
+        out = torch.empty((total_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
+    if lse is None:
+        lse = torch.empty((heads_q, total_q), dtype=torch.float32, device=device)
     hopper = isinstance(config, Fwd16Config)
     compile_kernel(config)(
         q,
@@ -655,7 +663,7 @@ def launch_forward16_varlen(
         *([torch.empty((1,), dtype=torch.int32, device=device)] if hopper else []),  # counter of tiles
         *factors,
         *_window_ends(window, total_q, total_k),
-        int(seqused_k is not None),
+        2 if only_starts else int(seqused_k is not None),
         *([_sms(device) if sms is None else sms] if hopper else []),
         _BYTES_IN_TURN // (2 * (head_dim + head_dim_v)),
     )

@@ -94,12 +94,11 @@ def choose_pack_gqa(group: int, seqlen_q: int, tile_m: int, varlen: bool = False
     )
 
 
-def choose_cluster(size: int, blocks: int, causal: bool) -> tuple[int, str | None]:
+def choose_cluster(size: int, blocks: int, enough: int) -> tuple[int, str | None]:
     """(`cluster` of the kernel, the reason where there is one to give), for `blocks` tiles of a head or pack.
 
-    `size` is that of the row of the tile table.
+    `size` is that of the row of the tile table, `enough` the number of tiles from which it pays.
     """
-    enough = _CAUSAL_CLUSTER_BLOCKS if causal else 2
     if size == 1 or blocks < enough or blocks % 2 * 8 > blocks:
         return 1, None
     return size, "two CTAs of neighbouring tiles each load half of the keys and values, for both"
@@ -232,7 +231,7 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
     cluster = 1
     if not window:  # whose tiles do not read the same keys
         blocks = -(-problem.seqlen_q * pack_gqa // tile.tile_m)
-        cluster, why_cluster = choose_cluster(tile.cluster, blocks, causal)
+        cluster, why_cluster = choose_cluster(tile.cluster, blocks, _CAUSAL_CLUSTER_BLOCKS if causal else 2)
         if why_cluster is not None:
             reasons.append(why_cluster)
     config = forward_config(

@@ -34,7 +34,13 @@ from cute_attn.plan_sm80 import forward16_sm80_choice
 from cute_attn.tiles import DTYPE_NAMES
 
 SHORT_QUERIES: Final = 2048
-"""Queries of a causal sequence up to which a tile of the 16-bit kernel has fewer of them (likewise)."""
+"""Queries of a causal sequence up to which a tile of the 16-bit kernel has fewer of them (perf/log.md, run 13)."""
+
+LONG_QUERIES: Final = 16384
+"""Queries from which a step of the 16-bit kernel has more keys (perf/log.md, run 16)."""
+
+_CAUSAL_CLUSTER_BLOCKS: Final = 8
+"""Tiles of a head from which clusters pay under a causal mask (likewise)."""
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -53,6 +59,8 @@ class Tile16:
     why: str
     plain: bool | None = None  # only without (True) or with (False) a mask, softcap or ALiBi; None: both
     short: bool = False  # only causal sequences of at most SHORT_QUERIES queries
+    # only sequences of at least LONG_QUERIES queries, of one length, with no mask but a causal one and no other feature
+    long: bool = False
     tile_m: int = 128
     tile_n: int = 128
     consumer_regs: int = 240
@@ -92,14 +100,19 @@ TILES_16: Final = (
     ),
     Tile16(
         columns=128,
-        why="176 keys a step would fit into 240 registers, but not O beside Q in shared memory; measured, they gain "
-        "nothing",
+        long=True,
+        tile_n=176,
+        why="long sequences: S, P and O of 176 keys fit into 240 registers, and fewer steps are fewer waits",
+    ),
+    Tile16(
+        columns=128,
+        why="176 keys a step would fit, but waste more at the ends of rows than fewer waits gain",
     ),
     Tile16(columns=192, tile_n=112, why=_BOUND_16),
     Tile16(columns=256, tile_n=80, why=_BOUND_16),
 )
 """Rows in the order of `columns`: the first that serves a problem is taken. Those of 64, 128 and 256 columns
-were measured on an H200 (perf/log.md, run 11), the others follow them."""
+were measured on an H200 (perf/log.md, runs 11 and 16), the others follow them."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -153,8 +166,14 @@ def forward16_choice(
     columns = -(-max(head_dim, head_dim_v) // 32) * 32
     plain = not (causal or window or softcap or alibi)
     short = causal and seqlen_q <= SHORT_QUERIES
+    long = seqlen_q >= LONG_QUERIES and not (window or softcap or alibi or sinks or varlen)
     tile = next(
-        t for t in TILES_16 if columns <= t.columns and t.plain in (None, plain) and (short or not t.short)
+        t
+        for t in TILES_16
+        if columns <= t.columns
+        and t.plain in (None, plain)
+        and (short or not t.short)
+        and (long or not t.long)
     )
     pack_gqa, why_pack = choose_pack_gqa(group, seqlen_q, tile.tile_m, varlen)
     consumer_regs, producer_regs = tile.consumer_regs, tile.producer_regs
@@ -162,42 +181,33 @@ def forward16_choice(
         consumer_regs, producer_regs = _REGS_VARLEN
     cluster, why_cluster = 1, None
     if not (window or varlen):  # whose tiles do not read the same keys, or are given out one by one
-        cluster, why_cluster = choose_cluster(tile.cluster, -(-seqlen_q * pack_gqa // tile.tile_m), causal)
-    config = _fitted(
-        Fwd16Config(
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            tile_m=tile.tile_m,
-            tile_n=tile.tile_n,
-            kv_stages=2,
-            dtype=dtype,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            alibi=alibi,
-            sinks=sinks,
-            consumer_regs=consumer_regs,
-            producer_regs=producer_regs,
-            pingpong=tile.pingpong,
-            cluster=cluster,
-            pack_gqa=pack_gqa,
-            varlen=varlen,
+        cluster, why_cluster = choose_cluster(
+            tile.cluster, -(-seqlen_q * pack_gqa // tile.tile_m), _CAUSAL_CLUSTER_BLOCKS if causal else 2
         )
+    config = Fwd16Config(
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        tile_m=tile.tile_m,
+        tile_n=tile.tile_n,
+        kv_stages=2,
+        dtype=dtype,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        alibi=alibi,
+        sinks=sinks,
+        consumer_regs=consumer_regs,
+        producer_regs=producer_regs,
+        pingpong=tile.pingpong,
+        cluster=cluster,
+        pack_gqa=pack_gqa,
+        varlen=varlen,
     )
-    why_tile = f"tile {config.tile_m} x {config.tile_n}: {tile.why}"
-    if config.tile_n < tile.tile_n:
-        why_tile += f"; {config.tile_n} keys a step, as shared memory does not hold {tile.tile_n}"
-    if config.o_in_q:
-        why_tile += "; O is staged where Q was, so Q of the next tile is loaded after this one's end"
-    return config, tuple(why for why in (why_tile, why_pack, why_cluster) if why is not None)
-
-
-def _fitted(config: Fwd16Config) -> Fwd16Config:
-    """`config` with as many keys a step as shared memory holds."""
-    while config.smem_bytes > SMEM_LIMIT or not config.o_fits_q:
-        config = dataclasses.replace(config, tile_n=config.tile_n - 16)
     config.check()
-    return config
+    why_tile = f"tile {config.tile_m} x {config.tile_n}: {tile.why}"
+    if config.o_direct:
+        why_tile += "; O goes to memory from registers, as shared memory has no room to stage it"
+    return config, tuple(why for why in (why_tile, why_pack, why_cluster) if why is not None)
 
 
 def backward16_config(
@@ -264,6 +274,8 @@ def all_forward16_configs() -> list[Fwd16Config]:
         forward16_config(40, 72, "fp16"),
         forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1),
         forward16_config(64, 64, "bf16", causal=True, seqlen_q=SHORT_QUERIES),
+        forward16_config(128, 128, "bf16", seqlen_q=LONG_QUERIES - 1),
+        forward16_config(128, 128, "bf16", causal=True, seqlen_q=LONG_QUERIES - 1),
     ]
     varlen = [
         forward16_config(64, 64, "bf16", causal=True, varlen=True),
@@ -288,7 +300,7 @@ def tile16_table() -> list[dict[str, object]]:
                 "tile_n": config.tile_n,
                 "kv_stages": config.kv_stages,
                 "q_stages": config.q_stages,
-                "o_in_q": config.o_in_q,
+                "o_direct": config.o_direct,
                 "smem_bytes": config.smem_bytes,
             }
         )

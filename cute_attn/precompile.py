@@ -6,21 +6,29 @@ the configuration of a model of transformers; `python -m cute_attn.compile --mod
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
-from cute_attn import cache, dispatch, flash, plan, tiles
+from cute_attn import cache, decode_plan, dispatch, flash, fp8_varlen, plan, prefill, tiles
 from cute_attn import compile as compiler
 from cute_attn.compile import KernelConfig
 from cute_attn.dispatch import EXACT
 from cute_attn.flash_autograd import backward_config
-from cute_attn.kernels.config import HEAD_DIMS, Fwd16Config, Fwd16Sm80Config
+from cute_attn.kernels.config import (
+    E4M3_ARCHS,
+    HEAD_DIMS,
+    AppendConfig,
+    DecodeConfig,
+    Fwd16Config,
+    Fwd16Sm80Config,
+)
 from cute_attn.problem import ARCHS, Features, Problem
 from cute_attn.quantize import Fp8Recipe, resolve_recipe
 
@@ -128,24 +136,31 @@ def kernels(
     *,
     varlen: bool = False,
     backward: bool = False,
+    caches: Sequence[str] = (),
     arch: str = compiler.ARCH,
 ) -> list[KernelConfig]:
     """The kernels that calls of these shapes use, each once.
+
+    Where a decoder has a call of one query, they include the decoding kernel over a 16-bit cache, which `cute_attn.hf`
+    calls whatever the precision.
 
     Args:
         shapes: of the model.
         precisions: "bf16" (the 16-bit kernel), names of recipes, or recipes. A head_dim that no 8-bit kernel has uses
             the 16-bit kernel.
         seqlens: numbers of queries of a call; one query sees all keys, more of them as `shapes.causal` says.
-        varlen: also, whatever the precisions, the 16-bit kernels for sequences of unlike length: those of
-            `flash_attn_varlen_func`, which `cute_attn.hf` calls for a padded batch. A sequence has one of `seqlens`
+        varlen: also the kernels for sequences of unlike length: those of `flash_attn_varlen_func` and
+            `fp8_attention_varlen`, which `cute_attn.hf` calls for a padded batch. A sequence has one of `seqlens`
             queries on average.
-        backward: also what training calls, whatever the precisions: the 16-bit forward and its gradients.
+        backward: also what training calls: the 16-bit backward, whatever the precisions.
+        caches: also what `flash_attn_with_kvcache`, `append_kv` and `KVCache` call, with `seqlens` queries, for caches
+            of these forms: "16bit", "16bit-paged", "e4m3" and "e4m3-paged", those of e4m3 with a scale for each token,
+            pages of a multiple of 16 slots. Not with a rotary embedding in the call.
 
         arch: that of Hopper, or one of `SM80_ARCHS`, which has 16-bit kernels alone: they serve every precision.
 
     Raises:
-        TypeError, ValueError: an unknown precision or architecture, or shapes for which there is no kernel.
+        TypeError, ValueError: an unknown precision, architecture or form of a cache, or shapes that have no kernel.
     """
     found: dict[KernelConfig, None] = {}
     asked = [dispatch.check_options(precision, "auto", "error") for precision in precisions]
@@ -154,21 +169,74 @@ def kernels(
     for precision in asked:
         if precision != EXACT and eight:
             for window, seqlen, cuts in lengths:
-                chosen = plan.make_plan(_problem(shapes, precision, window, seqlen, cuts))
+                problem = _problem(shapes, precision, window, seqlen, cuts)
+                chosen = plan.make_plan(problem)
                 assert chosen.quantize_config is not None
                 found[chosen.quantize_config] = None
                 found[chosen.config] = None
-    if EXACT in asked or backward or not eight:
+                if varlen and fp8_varlen.takes_recipe(problem.recipe):
+                    unlike = _varlen_plan(replace(problem, causal=shapes.causal))
+                    found[unlike.quantize_config] = None
+                    found[unlike.config] = None
+    if EXACT in asked or not eight:
         for _, seqlen, cuts in lengths:
             found[_config16(shapes, seqlen, cuts, arch)] = None
-    if varlen:
-        for _, seqlen, cuts in lengths:
-            found[_config16(shapes, seqlen, cuts, arch, varlen=True)] = None
+            if varlen:
+                found[_config16(shapes, seqlen, cuts, arch, varlen=True)] = None
+    if shapes.causal and 1 in seqlens:
+        for leftpad in (False, True) if varlen else (False,):
+            found[_decode_config(shapes, leftpad, arch)] = None
     if backward:
-        for (_, seqlen, cuts), unlike in itertools.product(lengths, (False, True) if varlen else (False,)):
+        for (_, seqlen, cuts), packed in itertools.product(lengths, (False, True) if varlen else (False,)):
             if seqlen > 1:
-                found[backward_config(_config16(shapes, seqlen, cuts, arch, varlen=unlike))] = None
+                found[backward_config(_config16(shapes, seqlen, cuts, arch, varlen=packed))] = None
+    for form in caches:
+        if form not in decode_plan.FORMS:
+            raise ValueError(f"cache is {form!r}; allowed: {', '.join(map(repr, decode_plan.FORMS))}")
+        if "e4m3" in form and arch not in E4M3_ARCHS:
+            raise ValueError(
+                f"cache is {form!r}; allowed on {arch}, which has no conversions of e4m3: a 16-bit form"
+            )
+        found |= dict.fromkeys(_cache_kernels(shapes, form, lengths, arch))
     return list(found)
+
+
+def _cache_kernels(
+    shapes: ModelShapes, form: str, lengths: Sequence[tuple[tuple[int, int], int, bool]], arch: str
+) -> Iterator[KernelConfig]:
+    """Those for a cache of a form. Which of the two that attend takes many queries hangs on the batch: both."""
+    dims = (shapes.head_dim, shapes.head_dim_v, tiles.DTYPE_NAMES[shapes.dtype])
+    options = decode_plan.FORMS[form]
+    paged = "page_size" in options
+    for index in (False,) if paged else (False, True):
+        for window, seqlen, _ in lengths:
+            ends = (window[0], 0 if shapes.causal else window[1])
+            split = decode_plan.decode_config(
+                *dims,
+                **options,
+                rows=seqlen * (shapes.heads_q // shapes.heads_k),
+                row_ends=seqlen > 1 and ends != (-1, -1),
+                softcap=shapes.softcap > 0,
+                sinks=shapes.sinks,
+                batch_idx=index,
+                arch=arch,
+            )
+            yield split
+            if seqlen > 1 and arch == compiler.ARCH:
+                keys = 1 << 20  # more than a window, so that it cuts
+                rows = None if options else keys
+                of_call = (1, shapes.heads_q, shapes.heads_k, seqlen, keys, keys, ends, rows)
+                forward = prefill.make_prefill(split, *of_call)
+                yield from (forward.config, forward.unpack)
+        codes = {name: x for name, x in options.items() if name != "page_size"}
+        new = AppendConfig(*dims, **codes, paged=paged, batch_idx=index, arch=arch)
+        yield new
+        if codes:
+            yield dataclasses.replace(new, rotate=True)
+            yield dataclasses.replace(new, rotate=True, queries=True)
+            yield dataclasses.replace(
+                new, rotate=True, queries=True, keys=False, paged=False, batch_idx=False
+            )
 
 
 def _config16(
@@ -188,6 +256,36 @@ def _config16(
         group=shapes.heads_q // shapes.heads_k,
         seqlen_q=seqlen,
         varlen=varlen,
+    )
+
+
+def _varlen_plan(problem: Problem) -> fp8_varlen.VarlenPlan:
+    """The plan of two sequences, each of the problem's lengths on average."""
+    assert problem.in_dtype is not None
+    window = problem.features.window
+    return fp8_varlen.choose(
+        (2 * problem.seqlen_q, problem.heads_q, problem.head_dim),
+        (2 * problem.seqlen_k, problem.heads_k, problem.head_dim_v),
+        problem.in_dtype,
+        2,
+        problem.recipe,
+        replace(problem.features, window=(window[0], 0) if problem.causal else window),
+        problem.capability,
+        "auto",
+        problem.out_dtype,
+    )
+
+
+def _decode_config(shapes: ModelShapes, leftpad: bool, arch: str) -> DecodeConfig:
+    return decode_plan.decode_config(
+        shapes.head_dim,
+        shapes.head_dim_v,
+        tiles.DTYPE_NAMES[shapes.dtype],
+        rows=shapes.heads_q // shapes.heads_k,
+        softcap=shapes.softcap > 0,
+        sinks=shapes.sinks,
+        leftpad=leftpad,
+        arch=arch,
     )
 
 
@@ -233,6 +331,7 @@ def warmup(
     *,
     varlen: bool = False,
     backward: bool = False,
+    caches: Sequence[str] = (),
     jobs: int | None = None,
 ) -> dict[str, float]:
     """Compile the kernels that a model calls on this machine's GPU, and load them into this process.
@@ -244,8 +343,9 @@ def warmup(
         model: `ModelShapes`, or what `model_shapes` takes: a model of transformers, its configuration, name or folder.
         precisions: "bf16" (the 16-bit kernel), names of recipes, or recipes.
         seqlens: numbers of queries of a call; default: any.
-        varlen: also for padded batches and `flash_attn_varlen_func`, in 16 bits.
-        backward: also for training, in 16 bits.
+        varlen: also for padded batches, `flash_attn_varlen_func` and `fp8_attention_varlen`.
+        backward: also for training.
+        caches: also for KV caches of these forms: "16bit", "16bit-paged", "e4m3", "e4m3-paged".
         jobs: processes that compile into the disk cache (default: CPUs, at most 8). Without a disk cache this process
             compiles one after another.
 
@@ -257,7 +357,9 @@ def warmup(
         RuntimeError: a kernel did not compile.
     """
     shapes = model if isinstance(model, ModelShapes) else model_shapes(model)
-    configs = kernels(shapes, precisions, seqlens, varlen=varlen, backward=backward, arch=_arch())
+    configs = kernels(
+        shapes, precisions, seqlens, varlen=varlen, backward=backward, caches=caches, arch=_arch()
+    )
     seconds: dict[str, float] = {}
     if cache.cache_dir() is not None and jobs != 1:
         for config, done in compiler.fill_cache(configs, jobs):

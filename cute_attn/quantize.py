@@ -66,6 +66,7 @@ __all__ = [
     "from_fp8",
     "mean_chunks",
     "mean_key",
+    "mean_of_samples",
     "permute_v",
     "quantize_reference",
     "resolve_recipe",
@@ -538,10 +539,15 @@ def mean_key(k: Tensor, rotary: Rotary | None = None) -> Tensor:
     """
     sample = k[:, ::MEAN_STRIDE]
     sample = sample.float() if rotary is None else rotary.embed(sample, step=MEAN_STRIDE)
+    return mean_of_samples(sample, k.shape[1])
+
+
+def mean_of_samples(sample: Tensor, seqlen_k: int) -> Tensor:
+    """`mean_key` of seqlen_k keys from every 16th of them, (batch, ceil(seqlen_k / 16), heads_k, head_dim) float32."""
     count = sample.shape[1]
     if count == 0:
-        return sample.new_zeros(k.shape[0], k.shape[2], k.shape[3])
-    chunk, chunks = mean_chunks(k.shape[1])
+        return sample.new_zeros(sample.shape[0], *sample.shape[2:])
+    chunk, chunks = mean_chunks(seqlen_k)
     sample = F.pad(sample, (0, 0, 0, 0, 0, chunk * chunks - count))  # zeros change no sum that starts from 0
     parts = sample.unflatten(1, (chunks, chunk // MEAN_LANES, MEAN_LANES))
     for dim in (2, 2, 1):  # the steps of a lane, the lanes, the chunks

@@ -358,13 +358,13 @@ _MIXED_HEAD_DIMS: Final = ((64, 256), (256, 64), (96, 64), (32, 128), (208, 144)
 def all_forward_configs() -> list[FwdConfig]:
     """The forward kernels that every test run compiles and checks, of the thousands that a plan can name.
 
-    - head_dim 64, 128 and 256, the tuned ones: every mask, operand type and rounding of P; output in fp16,
-      which changes only the last conversion, with P by code alone.
-    - Every other head_dim, since widths, swizzles and parts of P V depend on it: P by code, two kernels each, in
-      clusters where the tile has them. The pairs (e4m3 full, int8 causal) and (int8 full, e4m3 causal) take turns.
+    - head_dim 64, 128 and 256, the tuned ones: every mask and operand type, with the roundings of P that recipes have;
+      "ex2", which none has, with one of the masks; output in fp16, which changes only the last conversion, once.
+    - Every other head_dim, since widths, swizzles and parts of P V depend on it: P by code, in clusters where the tile
+      has them. Masks and operand types take turns.
     - Some pairs of unlike head_dim and head_dim_v likewise, and 128, 256 and 192/128 (prefill of multi-head latent
       attention) with every mask and operand type.
-    - Packed GQA, for each class of tiles and the smallest, a middle and the largest group.
+    - Packed GQA, for each class of tiles, with the smallest, a middle or the largest group.
     - Short causal sequences, where they have tiles of their own.
     - Window, softcap, ALiBi and sinks: each by itself, all together with each mask, and in clusters or packed.
 
@@ -372,19 +372,21 @@ def all_forward_configs() -> list[FwdConfig]:
     """
     masks = (False, True)
     configs = [
-        forward_config(d, d, qk_dtype, causal, p_rounding, out_dtype)
-        for d, qk_dtype, causal in itertools.product(TUNED_HEAD_DIMS, QK_DTYPES, masks)
+        forward_config(d, d, qk_dtype, causal, p_rounding, "bf16")
+        for turn, (d, qk_dtype) in enumerate(itertools.product(TUNED_HEAD_DIMS, QK_DTYPES))
         for p_rounding in P_ROUNDINGS_OF[qk_dtype]
-        for out_dtype in (DTYPE_NAMES.values() if p_rounding == "code" else ("bf16",))
+        for causal in (masks if p_rounding != "ex2" else (bool(turn // 2 % 2) ^ bool(turn % 2),))
     ]
+    for turn, d in enumerate(TUNED_HEAD_DIMS):
+        configs.append(forward_config(d, d, QK_DTYPES[turn % 2], turn == 0, "code", "fp16"))
     clustered = list(itertools.product(((128, 128), (192, 128), (256, 256)), QK_DTYPES, masks))
     others = [(d, d) for d in HEAD_DIMS if d not in TUNED_HEAD_DIMS]
     for turn, pair in enumerate((*others, *_MIXED_HEAD_DIMS)):
-        clustered += [(pair, QK_DTYPES[(turn + causal) % 2], causal) for causal in masks]
+        clustered.append((pair, QK_DTYPES[turn % 2], bool(turn // 2 % 2)))
     for pair, qk_dtype, causal in clustered:
         cluster = find_tile(*pair, qk_dtype, causal, "code").cluster
         configs.append(forward_config(*pair, qk_dtype, causal, "code", "bf16", cluster=cluster))
-    for turn, (d, group) in enumerate(itertools.product(TUNED_HEAD_DIMS, (2, 8, 64))):
+    for turn, (d, group) in enumerate(((64, 8), (64, 64), (128, 2), (128, 8), (256, 64))):
         configs.append(
             forward_config(d, d, QK_DTYPES[turn % 2], bool(turn // 2 % 2), "code", "bf16", pack_gqa=group)
         )
@@ -414,26 +416,27 @@ def all_forward_configs() -> list[FwdConfig]:
 def all_quantize_configs() -> list[QuantizeConfig]:
     """The quantisers that every test run compiles and checks, without duplicates.
 
-    head_dim 64, 128 and 256: those of the named recipes, from both input dtypes. Every other head_dim, and
-    192/128: that of the default recipe from bf16. Some with rotary embedding. For each head_dim the one that
-    transposes ready e4m3 tensors. Everything else, a recipe of one's own for example, is compiled on first use
-    by the same code.
+    head_dim 64, 128 and 256: those of the named recipes, the input dtypes taking turns, of the default recipe both. It
+    from bf16, too, for every second other head_dim and 192/128, and with rotary embeddings. The narrowest, the widest
+    and some between of those that transpose ready e4m3 tensors. Everything else, a recipe of one's own for example, is
+    compiled on first use by the same code.
     """
+    dtypes = list(DTYPE_NAMES.values())
     configs = [
-        quantize_config(recipe, d, d, in_dtype)
-        for recipe in PRESETS.values()
-        for d in TUNED_HEAD_DIMS
-        for in_dtype in DTYPE_NAMES.values()
+        quantize_config(recipe, d, d, dtypes[(turn + place) % 2])
+        for turn, recipe in enumerate(PRESETS.values())
+        for place, d in enumerate(TUNED_HEAD_DIMS)
     ]
+    others = [d for d in HEAD_DIMS if d not in TUNED_HEAD_DIMS]
     configs += [
         quantize_config(PRESETS["default"], d, dv, "bf16")
-        for d, dv in (*zip(HEAD_DIMS, HEAD_DIMS, strict=True), (192, 128))
+        for d, dv in (*zip(others[::2], others[::2], strict=True), (192, 128))
     ]
     configs += [
-        quantize_config(PRESETS["default"], d, d, "bf16", rotary)
-        for d, rotary in itertools.product((*TUNED_HEAD_DIMS, 80), ("half", "interleaved"))
+        quantize_config(PRESETS["default"], d, d, "bf16", ("half", "interleaved")[turn % 2])
+        for turn, d in enumerate((*TUNED_HEAD_DIMS, 80))
     ]
-    configs += [transpose_config(d) for d in HEAD_DIMS]
+    configs += [transpose_config(d) for d in (32, 64, 80, 128, 144, 240, 256)]
     return list(dict.fromkeys(configs))
 
 

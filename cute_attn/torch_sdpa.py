@@ -50,8 +50,9 @@ def sdpa(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, by its signature, layout and conventions.
 
-    The tensors are views in the kernels' layout, and are not copied for it. Where q, k or v require grad, the 16-bit
-    kernel runs, and its backward. In code that torch.compile traces it ends a graph, and runs as anywhere else.
+    The tensors are views in the kernels' layout, and are not copied for it. Gradients are those of `flash_attn_func`,
+    or with an 8-bit precision those of `fp8_attention`: the 16-bit backward, with the result of the 8-bit forward. In
+    code that torch.compile traces it ends a graph, and runs as anywhere else.
 
     Args:
         query: (batch, heads_q, seqlen_q, head_dim), any strides with a last one of 1.

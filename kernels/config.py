@@ -239,8 +239,8 @@ class FwdConfig(_Forward):
         return swizzle_columns(self.head_dim_v, 2)
 
     @property
-    def o_in_q(self) -> bool:
-        """O is not staged where Q was: there is room for both."""
+    def o_direct(self) -> bool:
+        """O is staged: there is room for it."""
         return False
 
     @property
@@ -345,18 +345,12 @@ class Fwd16Config(_Forward):
     @property
     def o_box(self) -> int:
         """Columns of one TMA box of O."""
-        return swizzle_columns(self.head_dim_padded if self.o_in_q else self.v_columns, 2)
+        return swizzle_columns(self.v_columns, 2)
 
     @property
-    def o_in_q(self) -> bool:
-        """O is staged where this tile's Q was, as there is no room for both: the next tile's Q comes late."""
+    def o_direct(self) -> bool:
+        """O goes to memory from registers, as shared memory has no room for it."""
         return self._tiles(1) > SMEM_LIMIT
-
-    @property
-    def o_fits_q(self) -> bool:
-        """Whether O has a place: its own, or that of Q, where swizzle rows must be the same."""
-        atom = swizzle_columns(self.head_dim_padded, 2)
-        return not self.o_in_q or (self.v_columns <= self.head_dim_padded and self.v_columns % atom == 0)
 
     @property
     def name(self) -> str:
@@ -383,7 +377,7 @@ class Fwd16Config(_Forward):
 
     def _smem_bytes(self, q_stages: int) -> int:
         """1 KiB of barriers and alignment, Q, K ring, V ring, O."""
-        return self._tiles(q_stages) - (self.tile_m * self.v_columns * 2 if self.o_in_q else 0)
+        return self._tiles(q_stages) - (self.tile_m * self.v_columns * 2 if self.o_direct else 0)
 
     def check(self) -> None:
         """Raise ValueError where the configuration cannot be built; the message names the limit."""
@@ -395,11 +389,6 @@ class Fwd16Config(_Forward):
         if self.dtype not in ("bf16", "fp16"):
             raise ValueError(f"dtype must be 'bf16' or 'fp16', got {self.dtype!r}")
         self._check_varlen()
-        if not self.o_fits_q:
-            raise ValueError(
-                f"shared memory {self._tiles(1)} bytes exceeds {SMEM_LIMIT}, and O of head_dim_v {self.head_dim_v} "
-                f"does not fit where Q of head_dim {self.head_dim} was"
-            )
         self._check_cta()
 
 
@@ -861,11 +850,12 @@ class DecodeConfig:
 
     head_dim: int  # of Q and K
     head_dim_v: int  # of V and O
-    dtype: str  # "bf16" or "fp16": of Q and O, and of a 16-bit cache
+    dtype: str  # "bf16" or "fp16": of O, of a 16-bit Q, and of a 16-bit cache
     cache: str = "16bit"  # "16bit" or "e4m3"
     scales: str = "none"  # of an e4m3 cache: "head", or "token" for one for each token and head
     # "none": each sequence is contiguous; "block": pages of a multiple of DECODE_KEYS; "token": pages of any size
     paging: str = "none"
+    query: str = "16bit"  # "e4m3": Q is of e4m3, with a scale for each key head, which needs a cache of e4m3
     m_tiles: int = 1  # tiles of 16 packed rows (query, head of the group) that a CTA takes
     half_tile: bool = False  # a CTA takes 8 packed rows: the upper half of its only tile is left out
     warps: int = 4  # each with keys and a ring of its own
@@ -985,6 +975,7 @@ class DecodeConfig:
     @property
     def name(self) -> str:
         cache = self.dtype if self.cache == "16bit" else f"{self.dtype}_{self.cache}_{self.scales}"
+        cache += "" if self.query == "16bit" else f"_q_{self.query}"
         paging = "" if self.paging == "none" else f"_paged_{self.paging}"
         mask = "_ends" if self.row_ends else ""
         mask += "".join(f"_{name}" for name in _DECODE_EXTRAS if getattr(self, name))
@@ -1003,6 +994,7 @@ class DecodeConfig:
             ("cache", self.cache, ("16bit", "e4m3")),
             ("scales", self.scales, ("head", "token") if self.cache == "e4m3" else ("none",)),
             ("paging", self.paging, ("none", "block", "token")),
+            ("query", self.query, ("16bit", "e4m3") if self.cache == "e4m3" else ("16bit",)),
         ):
             if value not in allowed:
                 raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
@@ -1069,3 +1061,57 @@ class AppendConfig:
             raise ValueError("rotate must be False with a 16-bit cache")
         if not (self.keys or self.queries):
             raise ValueError("keys or queries must be True: there is nothing to do")
+
+
+@dataclass(frozen=True)
+class UnpackConfig:
+    """One compiled kernel that tells where the keys of sequences in a KV cache are and, with `copy`, makes rows of 16
+    bits of them, one behind another."""
+
+    head_dim: int  # of K
+    head_dim_v: int
+    dtype: str  # "bf16" or "fp16": of the rows, and of a 16-bit cache
+    cache: str = "16bit"  # or "e4m3"
+    scales: str = "none"  # of an e4m3 cache: "head", or "token"
+    paged: bool = False
+    batch_idx: bool = False  # a sequence of the cache for each of q
+    leftpad: bool = False  # sequences begin at a slot of their own
+    query_scale: bool = False  # K is multiplied by the scales of an e4m3 Q, too
+    copy: bool = True  # False: of a 16-bit cache that is read where it is
+    arch: str = "sm_90a"
+
+    @property
+    def tile_keys(self) -> int:
+        """Slots of a chunk, the unit in which copying is shared out."""
+        return 64
+
+    @property
+    def name(self) -> str:
+        cache = self.dtype if self.cache == "16bit" else f"{self.dtype}_{self.cache}_{self.scales}"
+        steps = "".join(
+            f"_{name}"
+            for name in ("paged", "batch_idx", "leftpad", "query_scale", "copy")
+            if getattr(self, name)
+        )
+        arch = self.arch.replace("_", "").removesuffix("a")
+        return f"unpack_{arch}_{cache}_{dims_name(self.head_dim, self.head_dim_v)}{steps}"
+
+    def check(self) -> None:
+        """Raise ValueError where the configuration cannot be built; the message names the limit."""
+        step = 16 if self.cache == "e4m3" else 8
+        for field, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if dim % step or not 32 <= dim <= 256:
+                raise ValueError(f"{field} must be a multiple of {step} from 32 to 256, got {dim}")
+        for field, value, allowed in (
+            ("dtype", self.dtype, ("bf16", "fp16")),
+            ("cache", self.cache, ("16bit", "e4m3")),
+            ("scales", self.scales, ("head", "token") if self.cache == "e4m3" else ("none",)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
+        if self.cache == "e4m3" and self.arch not in E4M3_ARCHS:
+            raise ValueError(f"arch must be one of {E4M3_ARCHS} for a cache of e4m3, got {self.arch!r}")
+        if self.query_scale and self.cache != "e4m3":
+            raise ValueError("query_scale must be False with a 16-bit cache")
+        if not self.copy and (self.cache == "e4m3" or self.paged):
+            raise ValueError("copy must be True with pages or a cache of e4m3")

@@ -1,7 +1,8 @@
 """The GPU tests and compute-sanitizer, in one bounded run on a Hopper GPU.
 
     python perf/gpu_check.py FOLDER       everything; logs, a summary and the record gpu_tests.json go to FOLDER
-    python perf/gpu_check.py --small      the small launches that the sanitizers watch, once
+    python perf/gpu_check.py --small PART the small launches that the sanitizers watch, once: of the part "8-bit",
+                                          "16-bit" or "cache"
 
 The tests come first, in several processes (pytest-xdist), since compiling is what takes the time. Each child has a time
 limit and is killed with all its own children when it passes it: no hung kernel can hold the machine for longer than
@@ -21,18 +22,21 @@ import sys
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 from xml.etree import ElementTree
 
+if TYPE_CHECKING:
+    import torch
+
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"pytest": 480, "test": 120, "sanitizer": 60}  # seconds; the two sanitizers run side by side
+LIMITS = {"pytest": 480, "test": 120, "sanitizer": 90}  # seconds; the sanitizers run side by side
 TOOLS = ("memcheck", "racecheck")
-WORKERS = min(14, os.cpu_count() or 1)
+WORKERS = max(1, min(24, (os.cpu_count() or 1) - 2))
 SMALL = (1, 200, 333, 2, 1)  # batch, seqlen_q, seqlen_k, heads_q, heads_k
 
 
-def small() -> None:
-    """Launch forward kernels, a quantiser and the transpose of V on small tensors, and check them."""
+def small_8bit() -> None:
+    """8-bit forward kernels, a quantiser and the transpose of V."""
     import torch
 
     from cute_attn import launch
@@ -83,7 +87,7 @@ def small() -> None:
             out_dtype=torch.bfloat16,
         )
         exact, _ = attention(*codes.dequantize(), causal=config.causal)
-        error = ((out.cpu() - exact).pow(2).mean() / exact.pow(2).mean()).sqrt().item()
+        error = relative_error(out, exact)
         print(f"{config.name}: relative error {error:.2e}", flush=True)
         assert error < 0.04 and bool(lse.cpu().isfinite().all())
     q, k, v = inputs(64, 64)
@@ -98,6 +102,91 @@ def small() -> None:
     got_vt = launch_transpose_v(v8.cuda(), transpose).cpu()
     assert torch.equal(got_vt.view(torch.uint8), permute_v(v8).view(torch.uint8))
     print(f"{transpose.name}: equal", flush=True)
+
+
+def small_16bit() -> None:
+    """16-bit forward, of equal and of unlike lengths, and its gradients, with an order of their sums and without."""
+    import torch
+
+    from cute_attn import flash_attn_func, flash_attn_varlen_func, launch
+
+    launch._sms = lambda device: 2  # few CTAs, so that each takes several tiles
+    torch.manual_seed(0)
+    batch, seqlen_q, seqlen_k, heads_q, heads_k = SMALL
+
+    def inputs(head_dim: int) -> list[torch.Tensor]:
+        shapes = ((seqlen_q, heads_q), (seqlen_k, heads_k), (seqlen_k, heads_k), (seqlen_q, heads_q))
+        return [torch.randn(batch, *shape, head_dim).bfloat16() for shape in shapes]
+
+    cases = (
+        (64, {"causal": True}),
+        (128, {"window_size": (100, 31), "deterministic": True}),
+        (256, {"causal": True, "softcap": 8.0}),
+    )
+    for head_dim, options in cases:
+        *qkv, dout = inputs(head_dim)
+        results = []
+        for device, backend in (("cuda", "auto"), ("cpu", "reference")):
+            leaves = [x.to(device).requires_grad_() for x in qkv]
+            out = flash_attn_func(*leaves, backend=backend, **options)  # type: ignore[arg-type]
+            results.append([out, *torch.autograd.grad(out, leaves, dout.to(device))])
+        errors = [relative_error(got, exact) for got, exact in zip(*results, strict=True)]
+        print(f"16 bits, head_dim {head_dim}, {options}: out, dq, dk, dv {errors}", flush=True)
+        assert max(errors) < 0.02
+    q, k, v, _ = (x.squeeze(0) for x in inputs(128))
+    ends_q, ends_k = (torch.tensor([0, 70, 70, n], dtype=torch.int32) for n in (seqlen_q, seqlen_k))
+    sizes = (seqlen_q, seqlen_k)
+    got = flash_attn_varlen_func(*(x.cuda() for x in (q, k, v, ends_q, ends_k)), *sizes, causal=True)
+    exact = flash_attn_varlen_func(q, k, v, ends_q, ends_k, *sizes, causal=True, backend="reference")
+    error = relative_error(got, exact)
+    print(f"16 bits, three sequences: {error}", flush=True)
+    assert error < 0.02
+
+
+def small_cache() -> None:
+    """Attention against a cache in parts, contiguous in 16 bits and in pages of e4m3, and appending to both."""
+    import torch
+
+    from cute_attn import flash_attn_with_kvcache
+
+    torch.manual_seed(0)
+    lengths = torch.tensor([300, 37], dtype=torch.int32)
+    table = torch.randperm(10).view(2, 5).to(torch.int32)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        paged = dtype != torch.bfloat16
+        slots = (10, 64) if paged else (2, 320)
+        caches = [torch.randn(*slots, 2, 128).to(dtype) for _ in range(2)]
+        q, new_k, new_v = (torch.randn(2, 3, heads, 128).bfloat16() for heads in (8, 2, 2))
+        # the scale of each token and head
+        scales = [torch.rand(*slots, 2) + 0.5 for _ in range(2)] if paged else [None, None]
+        results = []
+        for device, backend in (("cuda", "auto"), ("cpu", "reference")):
+            side = [None if x is None else x.clone().to(device) for x in (*scales, table if paged else None)]
+            out = flash_attn_with_kvcache(
+                q.to(device),
+                *(x.clone().to(device) for x in caches),
+                new_k.to(device),
+                new_v.to(device),
+                cache_seqlens=lengths.to(device),
+                block_table=side[2],
+                k_descale=side[0],
+                v_descale=side[1],
+                causal=True,
+                backend=backend,
+            )
+            results.append(out)
+        error = relative_error(*results)
+        print(f"cache of {dtype}: {error}", flush=True)
+        assert error < 0.02
+
+
+SMALL_PARTS = {"8-bit": small_8bit, "16-bit": small_16bit, "cache": small_cache}
+
+
+def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    """Root of the mean square of the difference, over that of `exact`."""
+    got, exact = got.detach().cpu().double(), exact.detach().cpu().double()
+    return ((got - exact).pow(2).mean() / exact.pow(2).mean()).sqrt().item()
 
 
 @dataclass
@@ -175,8 +264,8 @@ def write_record(folder: Path, results: list[str]) -> None:
         )
         rows.append(
             {
-                "tool": f"compute-sanitizer {name}",
-                "name": f"forward kernels, quantiser, transpose of V on {SMALL}",
+                "tool": f"compute-sanitizer {name.partition('_')[0]}",
+                "name": (SMALL_PARTS[name.partition("_")[2]].__doc__ or "").strip(),
                 "outcome": outcome.partition(",")[0],
                 "message": found[-1] if found else None,
             }
@@ -191,10 +280,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("--small", action="store_true", help="only the small launches, in this process")
+    parser.add_argument("--small", choices=SMALL_PARTS, help="only these small launches, in this process")
     args = parser.parse_args()
     if args.small:
-        small()
+        SMALL_PARTS[args.small]()
         return 0
     if args.folder is None:
         parser.error("FOLDER or --small is needed")
@@ -220,7 +309,7 @@ def main() -> int:
     if Path(sanitizer).exists():
         checks = [
             start(
-                tool,
+                f"{tool}_{part}",
                 [
                     sanitizer,
                     "--tool",
@@ -232,11 +321,13 @@ def main() -> int:
                     sys.executable,
                     __file__,
                     "--small",
+                    part,
                 ],
                 folder,
                 LIMITS["sanitizer"],
             )
             for tool in TOOLS
+            for part in SMALL_PARTS
         ]
         results += [check.wait() for check in checks]
     else:

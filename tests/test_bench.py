@@ -358,8 +358,11 @@ def test_contenders_by_dtype_and_phase() -> None:
     assert labels("bf16", "whole_call", "cute_attn") == ["cute_attn bf16"]
     assert labels("fp8", "decode") == [
         "cute_attn fp8",
+        "fa3 fp8",
+        "flashinfer fp8",
         "copy fp8",
         "fa3 bf16",
+        "flashinfer bf16",
         "sdpa_flash bf16",
         "sdpa_cudnn bf16",
     ]
@@ -458,8 +461,14 @@ def test_prefill_cells() -> None:
             (False, (-1, -1), True),
             (True, (-1, -1), True),
             (True, (1024, 0), False),
+            (True, (-1, -1), False),
+            (True, (-1, -1), False),
         )
     ]
+    cached = [case for case in found if case.over_cache]
+    assert [
+        (case.seqlen_q, case.seqlen_k, case.heads_q, case.heads_k, case.page_size) for case in cached[:2]
+    ] == [(4096, 32768, 64, 8, pages) for pages in (None, 64)]
     mix, window = found[0], found[2]
     assert mix.fields["tokens"] == 65536 and mix.seqlen_q == mix.seqlen_k == max(mix.lengths)
     assert mix.batch == len(mix.lengths) and mix.heads_q * mix.head_dim == 2048
@@ -565,9 +574,19 @@ def test_a_missing_function_of_ours_is_a_row(monkeypatch: pytest.MonkeyPatch) ->
 def test_decode_cells() -> None:
     found = decode.cells()
     assert {case.seqlen_q for case in found} == {1} and {case.causal for case in found} == {False}
-    assert {case.batch * case.seqlen_k for case in found} == {131072}
-    assert {(case.heads_q, case.heads_k) for case in found} == {(64, 8)}
-    assert [(case.head_dim, case.batch) for case in found[:4]] == [(64, 128), (64, 16), (64, 1), (128, 128)]
+    assert {(case.heads_q, case.heads_k, case.head_dim) for case in found} == {
+        (*heads, dim) for heads in ((64, 8), (32, 32)) for dim in (64, 128, 256)
+    }
+    shapes = [(1, 1024), (16, 1024), (128, 1024), (1, 8192), (16, 8192), (128, 8192), (1, 131072)]
+    assert [(case.batch, case.seqlen_k) for case in found[:7]] == shapes and len(found) == 7 * 6
+    paged = decode.cells(seqlens=[1024], head_dims=[64], heads_k=8, page_sizes=(16, 256))
+    assert [(case.page_size, case.batch) for case in paged] == [
+        (n, b) for n in (16, 256) for b in (1, 16, 128)
+    ]
+    with pytest.raises(ValueError, match="page_size must divide the seqlen, 1024, got 100"):
+        decode.cells(seqlens=[1024], page_sizes=(100,))
+    with pytest.raises(ValueError, match="tokens must be at least the seqlen, 1024, got 1000"):
+        decode.cells(tokens=1000)
     assert decode.cells(seqlens=[100], head_dims=[64], batch=3, heads=6) == [
         cases.Case(3, 1, 100, 6, 6, 64, False)
     ]
@@ -576,7 +595,7 @@ def test_decode_cells() -> None:
 
 
 class FakeCaches:
-    """FA3's function, and ours, by the reference; it notes how it was called."""
+    """FA3's function, ours, and FlashInfer's wrapper, by the reference; it notes how it was called."""
 
     def __init__(self) -> None:
         self.options: list[dict[str, Any]] = []
@@ -585,43 +604,116 @@ class FakeCaches:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
     ) -> torch.Tensor:
         self.options.append(options)
-        kept = {name: x for name, x in options.items() if name not in ("num_splits", "backend")}
-        return cute_attn_decode.reference(q, k, v, softmax_scale=1 / math.sqrt(q.shape[3]), **kept)[0].to(
-            q.dtype
-        )
+        kept = {
+            {"page_table": "block_table"}.get(name, name): x
+            for name, x in options.items()
+            if name not in ("num_splits", "backend", "causal")
+        }
+        kept["window"] = (-1, 0 if options.get("causal") else -1)
+        scale = 1 / math.sqrt(q.shape[3])
+        return cute_attn_decode.reference(q, k, v, softmax_scale=scale, **kept)[0].to(torch.bfloat16)
+
+    def BatchDecodeWithPagedKVCacheWrapper(
+        self, workspace: torch.Tensor, layout: str, **options: Any
+    ) -> FakeCaches:
+        assert workspace.dtype == torch.uint8 and not workspace.any() and layout == "NHD"
+        assert options["use_cuda_graph"] and options["use_tensor_cores"]
+        buffers = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
+        self.buffers = [options[name] for name in buffers]
+        return self
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        given = (indptr, indices, last_page_len)
+        assert [x.shape for x in given] == [x.shape for x in self.buffers]
+        assert {x.dtype for x in given} == {torch.int32}
+        pages = int(indptr[1])
+        assert indptr.tolist() == [pages * b for b in range(len(indptr))]
+        lengths = (pages - 1) * page_size + last_page_len
+        self.planned = {"cache_seqlens": lengths, "block_table": indices.view(-1, pages)}
+        self.shape = (page_size, num_kv_heads, head_dim)
+        self.dtypes, self.heads = (q_data_type, kv_data_type), num_qo_heads
+
+    def run(self, q: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        assert q.shape[1] == self.heads and self.dtypes == (q.dtype, caches[0].dtype)
+        assert all(x.shape[1:] == self.shape for x in caches)
+        return self.flash_attn_with_kvcache(q.unsqueeze(1), *caches, **self.planned).squeeze(1)
 
 
-@pytest.mark.parametrize(
-    ("provider", "dtype"), [("cute_attn", "bf16"), ("cute_attn", "fp8"), ("fa3", "bf16"), ("copy", "bf16")]
-)
-def test_decode_calls(provider: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = cases.Case(3, 1, 200, 8, 2, 64, False)
+@pytest.mark.parametrize("page_size", [None, 50], ids=["contiguous", "pages"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("provider", ["cute_attn", "fa3", "flashinfer", "copy", "sdpa_math"])
+def test_decode_calls(
+    provider: str, dtype: str, page_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = cases.Case(3, 1, 200, 8, 2, 64, False, page_size=page_size)
     library = FakeCaches()
     monkeypatch.setattr(peers, "need", lambda module: library)
     monkeypatch.setattr("cute_attn.flash_attn_with_kvcache", library.flash_attn_with_kvcache, raising=False)
     monkeypatch.setattr("cute_attn.decode_kernel", lambda *args, **options: "kernel", raising=False)
     rows = timing.time_cell(
         case,
-        [peers.Contender(provider, dtype, "decode")],
+        [peers.Contender(provider, "bf16" if provider == "sdpa_math" else dtype, "decode")],
         rounds=1,
         device="cpu",
         time_batch=lambda launch, count: 1.0 * count,
     )
     record.validate(meta(), rows)
+    if provider == "sdpa_math" and page_size is not None:
+        assert rows[0]["status"] == "skipped" and "no pages" in rows[0]["reason"]
+        return
     assert rows[0]["status"] == "ok", rows[0]["reason"]
+    assert rows[0].get("page_size") == page_size
     if provider == "copy":
         assert rows[0]["tflops"] is None and rows[0]["tbps"] == pytest.approx(2 * 1024 / 1e9)
         return
+    ours = provider == "cute_attn"
     keys = 2 * 3 * 200 * 2  # of K and of V, in all heads
-    expected = keys * (64 * 2 if dtype == "bf16" else 64 + 4)
+    expected = keys * (64 * 2 if rows[0]["dtype"] == "bf16" else 64 + 4 * ours)
     assert rows[0]["tbps"] == pytest.approx(expected / 1e9)
-    assert rows[0]["rel_rmse"] < (0.01 if dtype == "bf16" else 0.1)
+    assert rows[0]["rel_rmse"] < (0.01 if rows[0]["dtype"] == "bf16" else 0.1)
+    if provider == "sdpa_math":
+        return
     options = library.options[-1]
     assert options["cache_seqlens"].tolist() == [200] * 3 and options["cache_seqlens"].dtype == torch.int32
     assert options.get("num_splits") == (0 if provider == "fa3" else None)
-    assert options.get("backend") == (None if provider == "fa3" else "sm90")
-    if dtype == "fp8":
-        assert options["k_descale"].shape == (3, 200, 2) and options["k_descale"].stride() == (400, 1, 200)
+    assert options.get("backend") == ("sm90" if ours else None)
+    table = options.get("page_table" if provider == "fa3" else "block_table")
+    assert (table is not None) == (page_size is not None or provider == "flashinfer")
+    if dtype == "fp8" and ours:
+        shape = (3, 200, 2) if page_size is None else (12, 50, 2)
+        assert options["k_descale"].shape == shape and options["k_descale"].stride(1) == 1
+    if dtype == "fp8" and provider == "fa3":
+        assert options["q_descale"].shape == (3, 2)
+
+
+@pytest.mark.parametrize("page_size", [None, 50], ids=["contiguous", "pages"])
+def test_many_queries_over_a_cache(page_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FA4 has keys without a cache, and no pages."""
+    case = cases.Case(1, 70, 200, 8, 2, 64, True, page_size=page_size)
+    assert case.flops == 4 * 64 * 8 * sum(range(131, 201))
+    library = FakeCaches()
+    monkeypatch.setattr(peers, "need", lambda module: library)
+    monkeypatch.setattr("cute_attn.flash_attn_with_kvcache", library.flash_attn_with_kvcache, raising=False)
+    monkeypatch.setattr("cute_attn.decode_kernel", lambda *args, **options: "kernel", raising=False)
+    group = [peers.Contender(name, "bf16", "prefill") for name in ("cute_attn", "fa3", "fa4")]
+    rows = timing.time_cell(case, group, rounds=1, device="cpu", time_batch=lambda launch, count: 1.0 * count)
+    record.validate(meta(), rows)
+    for row in rows[:2]:
+        assert row["status"] == "ok" and row["rel_rmse"] < 0.01, row["reason"]
+    if page_size is not None:
+        assert rows[2]["status"] == "skipped" and "without pages" in rows[2]["reason"]
 
 
 def test_a_graph_of_several_calls_counts_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -661,13 +753,13 @@ def test_decode_report(
 
     monkeypatch.setattr(timing, "time_cell", time_cell)
     path = tmp_path / "x.json"
-    words = "--report speed --dtype bf16 --phase decode --seqlen 8192 --head-dim 128"
-    assert cli.main([*words.split(), "--json", str(path)]) == 0
+    words = "--report speed --dtype bf16 --phase decode --seqlen 8192 --head-dim 128 --batch 16 --heads-k 8"
+    assert cli.main([*words.split(), "--page-size", "64", "--json", str(path)]) == 0
     found = record.read(path).rows
-    assert {row["batch"] for row in found} == {16} and len(found) == 5
+    assert {row["page_size"] for row in found} == {64} and len(found) == 6
     assert "One query for each sequence against a KV cache" in capsys.readouterr().out
     speed, _, latency, _ = report.speed_grids(found)
-    assert speed.lines[0][2:5] == ["1x8192", "16 x 64/8", "4.00"]
+    assert speed.lines[0][2:5] == ["1x8192, pages of 64", "16 x 64/8", "4.00"]
     assert "fa3 bf16" in speed.lines[0] and "1.25x" in speed.lines[0]  # the copy is no peer
     assert latency.headers[-1] == "cute_attn bf16 / copy" and latency.lines[0][-1] == "0.80x"
     with pytest.raises(SystemExit):
@@ -691,7 +783,7 @@ def test_prefill_report(
     path = tmp_path / "x.json"
     words = "--report speed --dtype bf16 --phase forward,prefill --seqlen 512 --causal 1 --head-dim 128"
     assert cli.main([*words.split(), "--json", str(path)]) == 0
-    assert [phase for phase, _ in seen] == ["forward", "prefill", "prefill"]
+    assert [phase for phase, _ in seen] == ["forward", *["prefill"] * 4]
     assert {row["provider"] for row in record.read(path).rows if row["phase"] == "prefill"} == {
         "cute_attn",
         "fa3",
@@ -703,6 +795,8 @@ def test_prefill_report(
     assert [line[1:4] for line in speed.lines] == [
         ["causal", "<= 14541, 65536 in all", "22 x 16"],
         ["causal, window 1024,0", "16384", "1 x 16"],
+        ["causal", "4096x32768", "1 x 64/8"],
+        ["causal", "4096x32768, pages of 64", "1 x 64/8"],
     ]
     with pytest.raises(SystemExit):
         cli.main(["--report", "speed", "--dtype", "bf16", "--phase", "prefill", "--plot", "x.png"])
@@ -1093,7 +1187,8 @@ def test_figures_of_16_bit_kernels() -> None:
     """Half the peak, half the depth of a product, no scales and no row of ones; steps that a window leaves."""
     case = cases.Case(1, 1024, 1024, 2, 2, 128, False)
     full, causal, window = (
-        forward16_config(128, 128, "bf16", **options) for options in ({}, {"causal": True}, {"window": True})
+        forward16_config(128, 128, "bf16", seqlen_q=1024, **options)
+        for options in ({}, {"causal": True}, {"window": True})
     )
     assert figures.tile_steps(full, case) == 2 * 8 * 8
     assert figures.tile_steps(causal, case) == 2 * sum(range(1, 9))

@@ -1,7 +1,6 @@
 """A sample of the kernels compiles for sm_90a, and their code keeps the limits. Needs no GPU.
 
-`tiles.all_forward_configs` says what is sampled. The compilations run once for all tests, in two processes:
-about five minutes on two cores.
+`tiles.all_forward_configs` says what is sampled. The compilations run once for all tests, in two processes.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from cute_attn import decode_plan, flash_attn_with_kvcache
 from cute_attn.append import TENSORS, append_kv
 from cute_attn.compile import KernelFigures
 from cute_attn.decode_plan import Shares
-from cute_attn.kernels.config import SMEM_LIMIT, AppendConfig, DecodeConfig
+from cute_attn.kernels.config import SMEM_LIMIT, AppendConfig, DecodeConfig, UnpackConfig
 from cute_attn.quantize import Rotary, rotation_signs, walsh_hadamard
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -128,6 +128,22 @@ def test_scales_of_an_e4m3_cache(scales: str) -> None:
         exact = by_hand(q[b], *full, 32**-0.5)
         assert torch.allclose(out[b].double(), exact[0], atol=2e-2)
         assert torch.allclose(lse[b].double(), exact[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scales", ["head", "token"])
+def test_a_query_of_e4m3(scales: str) -> None:
+    q = torch.randn(2, 3, 4, 32).to(E4M3)
+    k, v = (torch.randn(2, 12, 2, 32).to(E4M3) for _ in range(2))
+    q_scale = torch.tensor([[0.5, 3.0], [-1.5, 0.0]])
+    shape = (2, 2) if scales == "head" else (2, 12, 2)
+    options = {"k_descale": torch.rand(shape) + 0.5, "v_descale": torch.rand(shape) + 0.5, "causal": True}
+    out, lse = attend(q, k, v, cache_seqlens=int32(12, 5), q_descale=q_scale, **options)
+    assert out.dtype == BF16
+    whole = (q.float() * q_scale.repeat_interleave(2, 1)[:, None, :, None]).to(
+        FP16
+    )  # a product of few bits: exact
+    want = attend(whole, k, v, cache_seqlens=int32(12, 5), **options)
+    assert torch.allclose(out.float(), want[0].float(), rtol=5e-3) and torch.allclose(lse, want[1], atol=1e-6)
 
 
 # -- appending ------------------------------------------------------------------------------------------------
@@ -277,6 +293,7 @@ def fp8() -> dict[str, Any]:
 
 NEW = torch.zeros(2, 1, 2, 64, dtype=BF16)
 COS = torch.zeros(32, 16, dtype=BF16)
+Q8 = torch.zeros(2, 1, 4, 64).to(E4M3)
 
 
 @pytest.mark.parametrize(
@@ -382,6 +399,32 @@ COS = torch.zeros(32, 16, dtype=BF16)
             r"k_descale has shape \(2, 4\); allowed: \(2, 2\) or",
         ),
         (fp8, {"k_descale": torch.ones(2, 32, 2)}, ValueError, "v_descale has shape"),
+        (fp8, {"q": Q8}, TypeError, "q_descale is None"),
+        (
+            fp8,
+            {"q": Q8, "q_descale": torch.ones(2, 4)},
+            ValueError,
+            r"q_descale has shape \(2, 4\); allowed: .*\(2, 2\)",
+        ),
+        (
+            fp8,
+            {"q": Q8, "q_descale": torch.ones(2, 2).half()},
+            TypeError,
+            "q_descale has dtype torch.float16",
+        ),
+        (fp8, {"q_descale": torch.ones(2, 2)}, ValueError, "q_descale is given with q of torch.bfloat16"),
+        (
+            good,
+            {"q": Q8},
+            TypeError,
+            "k_cache has dtype torch.bfloat16; allowed: that of q, torch.float8_e4m3fn$",
+        ),
+        (
+            fp8,
+            {"q": Q8, "q_descale": torch.ones(2, 2), "k": NEW, "v": NEW},
+            ValueError,
+            "k is given with q of torch.float8_e4m3fn; allowed: None",
+        ),
         (
             fp8,
             {
@@ -522,6 +565,7 @@ def test_chosen_kernels_can_be_built(dim: int, scales: str, arch: str) -> None:
         ({"stages": 1}, "stages"),
         ({"stages": 40}, "shared memory"),
         ({"paging": "some"}, "paging"),
+        ({"query": "e4m3"}, "query must be one of"),
     ],
 )
 def test_configs_that_cannot_be_built(change: dict[str, Any], match: str) -> None:
@@ -537,6 +581,7 @@ def test_names_tell_kernels_apart() -> None:
         {"dtype": "fp16"},
         {"cache": "e4m3", "scales": "head"},
         {"cache": "e4m3", "scales": "token"},
+        {"cache": "e4m3", "scales": "token", "query": "e4m3"},
         {"paging": "block"},
         {"paging": "token"},
         {"m_tiles": 2},
@@ -575,7 +620,9 @@ def figures() -> Iterator[Callable[[Any], KernelFigures]]:
 
 
 @pytest.mark.parametrize("config", SAMPLE, ids=lambda config: config.name)
-def test_machine_code(config: DecodeConfig | AppendConfig, figures: Callable[[Any], KernelFigures]) -> None:
+def test_machine_code(
+    config: DecodeConfig | AppendConfig | UnpackConfig, figures: Callable[[Any], KernelFigures]
+) -> None:
     found = figures(config)
     assert found.name == config.name
     no_spills(found)

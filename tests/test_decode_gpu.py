@@ -1,13 +1,14 @@
 """Attention against a KV cache on a GPU, against float64, and appending, against the reference bit for bit.
 
 Slots that no query sees hold NaN, table entries of their pages nonsense, and outputs are poisoned before every launch.
+Cases whose name begins with "prefill" run the 16-bit forward, however few their queries are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ import torch
 from poison import PoisonedTorch
 from torch import Tensor
 
-from cute_attn import append, append_kv, decode, flash_attn_with_kvcache
+from cute_attn import append, append_kv, decode, flash_attn_with_kvcache, launch, prefill
 from cute_attn.append import append_reference, queries_reference
-from cute_attn.decode import reference
+from cute_attn.decode import decode_explain, decode_kernel, reference
 from cute_attn.decode_plan import decode_config
 from cute_attn.kernels.config import AppendConfig, DecodeConfig
 from cute_attn.quantize import rotation_signs
@@ -42,6 +43,7 @@ class Case:
     slots: int = 1000
     page_size: int | None = None
     scales: str = "none"
+    query: str = "16bit"
     dtype: torch.dtype = BF16
     batch_idx: bool = False
     leftpad: bool = False
@@ -62,6 +64,7 @@ class Case:
             NAMES[self.dtype],
             cache="16bit" if self.scales == "none" else "e4m3",
             scales=self.scales,
+            query=self.query,
             page_size=self.page_size,
             rows=self.seqlen_q * self.heads[0] // self.heads[1],
             row_ends=self.seqlen_q > 1 and self.window != (-1, -1),
@@ -127,6 +130,9 @@ class Case:
             if self.scales == "head" and self.batch_idx:
                 scales = [x[order] for x in scales]
             options["k_descale"], options["v_descale"] = scales
+        if self.query == "e4m3":
+            q = q.to(E4M3)
+            options["q_descale"] = torch.rand(batch, heads_k, device=DEVICE) + 0.5
         return q, *caches, options
 
 
@@ -150,6 +156,42 @@ def paged(x: Tensor, used: Tensor, pages: int, size: int, blocks: int) -> Tensor
 
 
 CAUSAL = {"causal": True}
+
+
+def prefills() -> list[Case]:
+    """Many queries, in every form of a cache and with every feature."""
+    rows = {"seqlen_q": 700, "slots": 1008, "options": CAUSAL}
+    cases = {
+        "contiguous": Case("", **rows),
+        "full": Case("", **{**rows, "options": {}}),
+        "batch_idx": Case("", batch_idx=True, **rows),
+        "leftpad": Case("", leftpad=True, batch_idx=True, **rows),
+        "by_host": Case("", (900,) * 3, lengths_of_host=True, **rows),
+        "fp16_dims_40_72": Case("", dims=(40, 72), dtype=FP16, **rows),
+        "dims_64": Case("", dims=(64, 64), **rows),
+        "dims_256": Case("", dims=(256, 256), **rows),
+        "dims_192_128": Case("", dims=(192, 128), page_size=24, **rows),
+        "mha": Case("", heads=(4, 4), **{**rows, "seqlen_q": 1000}),
+        "long": Case("", (20000, 5, 700), **{**rows, "slots": 20000}),
+        "many": Case("", tuple(i * 37 % 301 for i in range(70)), seqlen_q=150, slots=304, options=CAUSAL),
+        "pages_of_16": Case("", page_size=16, **rows),
+        "pages_of_1": Case("", page_size=1, leftpad=True, **rows),
+        "pages_window": Case("", page_size=16, **{**rows, "options": {"window_size": (50, 7)}}),
+        "window": Case("", sinks=True, **{**rows, "options": {"window_size": (300, 0)}}),
+        "all_features": Case(
+            "", alibi=True, sinks=True, page_size=16, **{**rows, "options": {"softcap": 3.0, "causal": True}}
+        ),
+        "negative_scale": Case("", **{**rows, "options": {"softmax_scale": -0.1}}),
+        "e4m3_token": Case("", scales="token", **rows),
+        "e4m3_head": Case("", scales="head", batch_idx=True, **rows),
+        "e4m3_pages": Case("", scales="token", page_size=64, leftpad=True, **rows),
+        "e4m3_fp16": Case("", scales="head", dtype=FP16, page_size=16, dims=(96, 48), **rows),
+        "q_e4m3_token": Case("", scales="token", query="e4m3", page_size=16, **rows),
+        "q_e4m3_head": Case("", scales="head", query="e4m3", **rows),
+    }
+    return [replace(case, name=f"prefill_{name}") for name, case in cases.items()]
+
+
 CASES = [
     Case("plain"),
     Case("group_of_8", heads=(64, 8)),
@@ -229,6 +271,22 @@ CASES = [
         options={"softcap": 3.0, "causal": True},
     ),
     Case("e4m3_half_tiles", seqlen_q=5, dims=(256, 256), scales="token", alibi=True, options=CAUSAL),
+    *(Case(f"q_e4m3_{scales}", scales=scales, query="e4m3") for scales in ("head", "token")),
+    Case(
+        "q_e4m3_queries",
+        seqlen_q=5,
+        dims=(64, 128),
+        scales="head",
+        query="e4m3",
+        page_size=16,
+        options=CAUSAL,
+    ),
+    Case("q_e4m3_negative", scales="token", query="e4m3", alibi=True, options={"softmax_scale": -0.1}),
+    Case(
+        "q_e4m3_softcap", dims=(256, 256), scales="token", query="e4m3", page_size=1, options={"softcap": 4.0}
+    ),
+    Case("200_queries_split", seqlen_q=200, options={"causal": True, "num_splits": 1}),
+    *prefills(),
 ]
 
 
@@ -280,6 +338,7 @@ NEW = [
     NewTokens("e4m3_head_all", scales="head", rotate=True, rotary="interleaved", page_size=16, dtype=FP16),
 ]
 GRAPH = Case("graph", slots=4000, heads=(16, 2))
+GRAPH_MANY = Case("graph", seqlen_q=700, slots=1008, scales="token", page_size=16, options=CAUSAL)
 
 
 def attending(new: NewTokens) -> Case:
@@ -301,6 +360,9 @@ def attending(new: NewTokens) -> Case:
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(decode, "torch", PoisonedTorch())
     monkeypatch.setattr(append, "torch", PoisonedTorch())
+    monkeypatch.setattr(prefill, "torch", PoisonedTorch())
+    monkeypatch.setattr(launch, "torch", PoisonedTorch())
+    monkeypatch.setattr(decode, "_plans", type(decode._plans)())
     yield
     torch.cuda.synchronize()
 
@@ -312,7 +374,7 @@ def check(got: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, case: Cas
         options.pop(name, None)
     exact, exact_lse = reference(q.double(), k, v, window=case.window, dtype=torch.float64, **options)
     out, lse = got
-    bound = 1.5 * torch.finfo(q.dtype).eps * exact.abs().max().item()
+    bound = 1.5 * torch.finfo(out.dtype).eps * exact.abs().max().item()
     error = (out.double() - exact).abs()
     wrong = ~(error <= bound)
     assert not wrong.any(), f"{int(wrong.sum())} wrong, first {wrong.nonzero()[0].tolist()}, {error.max()}"
@@ -322,11 +384,44 @@ def check(got: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, case: Cas
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_against_float64(case: Case) -> None:
+def test_against_float64(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.name.startswith("prefill"):
+        monkeypatch.setattr(prefill, "GAIN", math.inf)
     q, k, v, options = case.make()
     lengths = {"cache_seqlens": case.lengths[0]} if case.lengths_of_host else {}
     got = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **{**options, **lengths})
+    assert got[0].dtype == case.dtype
+    if case.name.startswith("prefill"):
+        named = {name: x for name, x in {**options, **lengths}.items() if name != "softmax_scale"}
+        assert decode_kernel(q, k, v, **named).startswith("fwd_sm90_")
+        q, k, v = rounded(q, k, v, case, options)
     check(got, q, k, v, case, **options)
+
+
+def rounded(
+    q: Tensor, k: Tensor, v: Tensor, case: Case, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and caches of 16 bits as the forward takes them: e4m3 times their scales, which leave `options`."""
+    if case.scales == "none":
+        return q, k, v
+
+    def of_cache(x: Tensor) -> Tensor:
+        """(batch, heads_k) -> for each sequence or page of the cache, which is of one sequence."""
+        whole = torch.ones(k.shape[0], x.shape[1], device=DEVICE)
+        order = options.get("cache_batch_idx", torch.arange(len(x)))
+        for b, own in enumerate(x):
+            places = order[b : b + 1] if case.page_size is None else options["block_table"][b]
+            whole[places[places < NO_PAGE].long()] = own
+        return whole.unsqueeze(1)
+
+    found = []
+    for x, name, factor in ((k, "k_descale", options.pop("q_descale", None)), (v, "v_descale", None)):
+        scale = options.pop(name)
+        if factor is not None:
+            scale = scale * (factor if case.scales == "head" else of_cache(factor))
+        scale = of_cache(scale) if case.scales == "head" else scale
+        found.append((x.float() * scale.unsqueeze(-1)).to(case.dtype))
+    return q.to(case.dtype), found[0], found[1]
 
 
 @pytest.mark.parametrize("case", [GRAPH], ids=["graph"])
@@ -346,6 +441,85 @@ def test_graph_with_other_lengths(case: Case) -> None:
         graph.replay()
         check(captured, q, k, v, case, cache_seqlens=lengths)
         assert torch.equal(captured[0], flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths))
+
+
+@pytest.mark.parametrize("case", [GRAPH_MANY], ids=["graph_many"])
+def test_graph_of_many_queries_with_other_lengths(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "GAIN", math.inf)
+    q, k, v, options = case.make()
+    for x in (k, v):
+        x.copy_(torch.randn(x.shape, device=DEVICE).to(x.dtype))
+    for name in ("k_descale", "v_descale"):
+        options[name].fill_(0.5)
+    lengths, table = options["cache_seqlens"], options["block_table"]
+    table.copy_(torch.randperm(k.shape[0], device=DEVICE)[: table.numel()].view_as(table))
+    flash_attn_with_kvcache(q, k, v, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
+    for values in ([1, 500, 1000], [0, 0, 0], [1000, 999, 64]):
+        lengths.copy_(torch.tensor(values))
+        table.copy_(table.flip(0))
+        graph.replay()
+        kept = dict(options)
+        assert torch.equal(captured[0], flash_attn_with_kvcache(q, k, v, **options))
+        check(captured, *rounded(q, k, v, case, kept), case, **kept)
+
+
+@pytest.mark.parametrize("pairs", [1, 3], ids=["head", "3_heads"])
+def test_rows_in_parts(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workspace that has room for few heads of a sequence gives the same bits."""
+    case = Case("parts", seqlen_q=700, heads=(8, 4), slots=1008, scales="token", page_size=16, options=CAUSAL)
+    q, k, v, options = case.make()
+    monkeypatch.setattr(prefill, "GAIN", math.inf)
+    whole = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
+    monkeypatch.setattr(prefill, "WORKSPACE", pairs * 1008 * 512)
+    decode._plans.clear()
+    assert decode_explain(q, k, v, **options).workspace_bytes == pairs * 1008 * 512
+    got = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
+    for one, other in zip(got, whole, strict=True):
+        assert torch.equal(raw(one.contiguous()), raw(other.contiguous()))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in CASES
+        if case.name.startswith("prefill") and case.scales + str(case.page_size) != "noneNone"
+    ],
+    ids=lambda case: case.name,
+)
+def test_rows_of_a_cache(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, and where they are, bit for bit; no other row is written."""
+    q, k, v, options = case.make()
+    monkeypatch.setattr(prefill, "GAIN", math.inf)
+    kept: list[tuple[Tensor, ...]] = []
+    rows_of = prefill._rows
+
+    def keep(*args: Any) -> tuple[Tensor, ...]:
+        kept.append(rows_of(*args))
+        return kept[-1]
+
+    monkeypatch.setattr(prefill, "_rows", keep)
+    flash_attn_with_kvcache(q, k, v, **options)
+    (found,) = kept
+    given = dict(options)
+    _, *caches = rounded(q, k, v, case, given)
+    stride = found[0].shape[0] // len(case.lengths)
+    pads = given["cache_leftpad"].tolist() if case.leftpad else [0] * len(case.lengths)
+    starts, counts, of_q = found[2].tolist()
+    assert of_q == [b * case.seqlen_q for b in range(len(case.lengths) + 1)]
+    for x, rows in zip(caches, found, strict=False):
+        for b, end in enumerate(case.lengths):
+            first = min(case.first_seen(b, pads[b]), end)
+            sequence = int(given["cache_batch_idx"][b]) if case.batch_idx else b
+            table = given["block_table"][b] if case.page_size is not None else None
+            want = decode._slots(x, first=first, end=end, sequence=sequence, table=table)
+            assert (starts[b], counts[b]) == (b * stride, end - first)
+            own = rows[b * stride : (b + 1) * stride]
+            assert torch.equal(raw(own[: end - first]), raw(want.contiguous()))
+            assert bool(own[end - first :].isnan().all())  # poison
 
 
 @pytest.mark.parametrize("case", [Case("wide_rows", (100, 100, 4000), slots=4096)], ids=["wide_rows"])

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import doctor, hf, validate
+from cute_attn import distributed, doctor, hf, validate
 from cute_attn.kernels.config import Fwd16Config
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +38,9 @@ def with_python() -> list[Path]:
 def without_gpu(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[None]:
     """The stand-ins in torch serve what the pages ask of a GPU; nothing is compiled."""
     for name in (
-        name for name in cute_attn.__all__ if re.fullmatch(r"flash_attn_(\w+_)?(func|explain)", name)
+        name
+        for name in cute_attn.__all__
+        if re.fullmatch(r"flash_attn_(\w+_)?(func|explain)|decode_explain", name)
     ):
         if "fp8" in name:
             continue
@@ -54,6 +56,16 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator
         served = functools.partialmethod(method, backend="reference")
         monkeypatch.setattr(cute_attn.KVCache, name, served)
     monkeypatch.setattr(hf, "register", functools.partial(hf.register, backend="emulator"))
+    monkeypatch.setattr(
+        distributed, "ring_attention", functools.partial(distributed.ring_attention, backend="reference")
+    )
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("cute_attn.compile.fill_cache", lambda configs, jobs: ((c, 0.1) for c in configs))
     monkeypatch.setattr("cute_attn.compile.compile_kernel", lambda config: None)
     with warnings.catch_warnings():
@@ -68,7 +80,7 @@ def test_python_of_pages_runs(path: Path, without_gpu: None) -> None:
         pytest.importorskip("transformers")
     names: dict[str, Any] = {}
     for number, text in enumerate(blocks(path, "python")):
-        text = text.replace('"cuda"', '"cpu"').replace("4096", "96")
+        text = text.replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"').replace("4096", "96")
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(text, f"{path.name}, block {number}", "exec"), names)
     out = names.get("out")

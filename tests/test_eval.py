@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from cute_attn.bench import record
+from cute_attn.bench import peers, record
 from cute_attn.eval import __main__ as command
 from cute_attn.eval import needle
 from cute_attn.eval.quality import LayerError, choose_policy, evaluate
@@ -206,6 +209,33 @@ def test_needle_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert {(row["task"], row["recipe"]) for row in rows} == {
         (t, p) for t in needle.TASKS for p in ("exact", "fp8")
     }
+
+
+def test_flash_attention_3_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With codes and scales that give the tensors back; where it is missing, asking for it is an error."""
+    q, k, v, _ = needle.make_task("needle", 512, 64)
+    k, v = k * torch.tensor([1.0, 100.0])[:, None], v * torch.tensor([0.01, 3.0])[:, None]
+
+    def attend(*codes: Tensor, **scales: Tensor) -> tuple[Tensor, None]:
+        for code, given, x in zip(codes, scales.values(), (q, k, v), strict=True):
+            assert code.dtype == torch.float8_e4m3fn and float(code.float().abs().max()) == 448.0
+            back = code.float() * given[:, None, :, None]
+            assert ((back - x.float()).abs() <= x.float().abs() / 16 + given[:, None, :, None] / 512).all()
+        return codes[0].bfloat16(), None
+
+    library = SimpleNamespace(flash_attn_func=attend)
+    monkeypatch.setattr(needle.peers, "need", lambda module: library)
+    assert needle._fa3(q, k, v).shape == q.shape
+    options: dict[str, Any] = {"tasks": ["needle"], "backend": "emulator", "device": "cpu", "head_dim": 64}
+    monkeypatch.setattr(needle, "_fa3", lambda q, k, v: q)
+    found = needle.measure([needle.FA3], [512], **options)[1]
+    assert found.precision == needle.FA3 and found.kernel.startswith("FlashAttention-3") and found.right < 1
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    peers._import.cache_clear()
+    with pytest.raises(peers.NotRun, match="cannot import flash_attn_interface"):
+        needle.measure([needle.FA3], [512], **options)
+    peers._import.cache_clear()
 
 
 @pytest.mark.gpu

@@ -17,6 +17,8 @@ import cute_attn
 from cute_attn import (
     ModelShapes,
     compile,
+    decode,
+    decode_plan,
     doctor,
     is_supported,
     model_shapes,
@@ -26,7 +28,16 @@ from cute_attn import (
     selftest,
 )
 from cute_attn.backward_tiles import backward16_sm80_config
-from cute_attn.kernels.config import Bwd16Config, Bwd16Sm80Config, Fwd16Config, Fwd16Sm80Config, FwdConfig
+from cute_attn.kernels.config import (
+    AppendConfig,
+    Bwd16Config,
+    Bwd16Sm80Config,
+    DecodeConfig,
+    Fwd16Config,
+    Fwd16Sm80Config,
+    FwdConfig,
+    UnpackConfig,
+)
 
 # --- is_supported
 
@@ -322,9 +333,28 @@ def test_windows_need_kernels_with_and_without(precision: str) -> None:
 
 
 def test_odd_head_dims_use_the_16bit_kernel() -> None:
-    assert precompile.kernels(ModelShapes(4, 2, 40, 40), ["fp8"], [1, 300]) == precompile.kernels(
-        ModelShapes(4, 2, 40, 40), ["bf16"], [1, 300]
+    found = precompile.kernels(ModelShapes(4, 2, 40, 40), ["fp8"], [1, 300], varlen=True)
+    assert found == precompile.kernels(ModelShapes(4, 2, 40, 40), ["bf16"], [1, 300], varlen=True)
+
+
+def test_decoding_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch, padded or not, whatever the precision."""
+    monkeypatch.setattr(decode.kv, "target", lambda *_: "sm_90a")
+    monkeypatch.setattr(decode, "_sms", lambda _: 132)
+    shapes = ModelShapes(8, 2, 128, 128, softcap=50.0)
+    q, k = (torch.empty(3, rows, heads, 128, dtype=torch.bfloat16) for rows, heads in ((1, 8), (40, 2)))
+    options: dict[str, Any] = {"cache_seqlens": 40, "causal": True, "softcap": 50.0}
+    dense = decode.decode_kernel(q, k, k, **options)
+    padded = decode.decode_kernel(
+        q, k, k, **options, cache_leftpad=torch.zeros(3, dtype=torch.int32), window_size=(9, -1)
     )
+    for precision, varlen in itertools.product(("bf16", "fp8"), (False, True)):
+        configs = precompile.kernels(shapes, [precision], varlen=varlen)
+        steps = [config.name for config in configs if isinstance(config, DecodeConfig)]
+        assert steps == [dense, padded][: 1 + varlen]
+    for other in (replace(shapes, causal=False), shapes):
+        lengths = [300] if other is shapes else [1, 300]
+        assert not any(isinstance(c, DecodeConfig) for c in precompile.kernels(other, ["bf16"], lengths))
 
 
 def test_kernels_of_padded_batches_and_of_training() -> None:
@@ -337,13 +367,61 @@ def test_kernels_of_padded_batches_and_of_training() -> None:
             plan16.forward16_config(128, 128, "bf16", **options, group=4, seqlen_q=seqlen, varlen=True)
             in padded
         )
-    assert all(isinstance(config, Fwd16Config) and config.varlen for config in padded)
+    assert all(config.leftpad if isinstance(config, DecodeConfig) else config.varlen for config in padded)
+    eight = precompile.kernels(shapes, ["accurate"], varlen=True)
+    for batch, seqlen, window in itertools.product((2, 3), (1, 16, 200, 5000), ((-1, -1), (99, -1))):
+        q, k = (
+            torch.empty(1, heads, 128, dtype=torch.bfloat16).expand(batch * seqlen, -1, -1)
+            for heads in (8, 2)
+        )
+        ends = torch.zeros(batch + 1, dtype=torch.int32)
+        options = {"causal": True, "window_size": window, "softcap": 50.0}
+        kernel = cute_attn.fp8_attention_varlen_kernel(q, k, k, ends, ends, **options)
+        assert kernel.removeprefix("emulator(").removesuffix(")") in [config.name for config in eight]
+    assert not any(getattr(c, "varlen", False) for c in precompile.kernels(shapes, ["naive"], varlen=True))
     trained = precompile.kernels(shapes, ["fp8"], backward=True)
-    assert set(dense) <= set(trained)
+    assert not any(isinstance(config, Fwd16Config) for config in trained)
     assert {config for config in trained if isinstance(config, Bwd16Config)} == {
         plan16.backward16_config(128, 128, "bf16", causal=True, softcap=True),
         plan16.backward16_config(128, 128, "bf16", window=True, softcap=True),
     }
+
+
+@pytest.mark.parametrize("form", decode_plan.FORMS)
+def test_kernels_of_caches(form: str) -> None:
+    """Of a decoding step, of a prompt over the cache, and appending."""
+    shapes = ModelShapes(16, 2, 128, 128, windows=((99, -1), (-1, -1)), softcap=50.0, sinks=True)
+    found = set(precompile.kernels(shapes, seqlens=[1, 700], caches=[form]))
+    features = {**decode_plan.FORMS[form], "softcap": True, "sinks": True}
+    assert decode_plan.decode_config(128, 128, "bf16", rows=8, **features) in found
+    assert decode_plan.decode_config(128, 128, "bf16", rows=5600, row_ends=True, **features) in found
+    forward = {"softcap": True, "sinks": True, "group": 8, "seqlen_q": 700, "varlen": True}
+    for mask in ("causal", "window"):
+        assert plan16.forward16_config(128, 128, "bf16", **{mask: True}, **forward) in found
+    paged, eight = "paged" in form, "e4m3" in form
+    kinds = {(x.paged, x.cache == "e4m3") for x in found if isinstance(x, (AppendConfig, UnpackConfig))}
+    assert {kind[1] for kind in kinds} == {eight} and (paged, eight) in kinds
+    assert any(isinstance(x, UnpackConfig) and x.copy == (paged or eight) for x in found)
+    index = {x.batch_idx for x in found if isinstance(x, DecodeConfig)}
+    assert index == ({False} if paged else {False, True})
+    assert any(isinstance(x, AppendConfig) and x.rotate and x.queries for x in found) == eight
+    for config in found:
+        config.check()
+
+
+def test_unknown_forms_of_caches() -> None:
+    with pytest.raises(ValueError, match="cache is 'fp4'; allowed: '16bit'"):
+        precompile.kernels(ModelShapes(2, 2, 64, 64), caches=["fp4"])
+
+
+def test_compile_command_takes_caches() -> None:
+    configs = compile._chosen_decode([(64, 64)], ["fp16"], [frozenset({"sinks"})], [1, 16], ["e4m3-paged"])
+    token = {"cache": "e4m3", "scales": "token"}
+    assert configs == [
+        decode_plan.decode_config(64, 64, "fp16", rows=1, page_size=16, sinks=True, **token),
+        decode_plan.decode_config(64, 64, "fp16", rows=16, page_size=16, sinks=True, **token),
+        AppendConfig(64, 64, "fp16", **token, paged=True),
+    ]
 
 
 def test_shapes_of_models() -> None:
@@ -396,9 +474,10 @@ def test_compile_command_takes_a_model(
 
     monkeypatch.setattr(compile, "fill_cache", fill)
     words = ["--model", str(tmp_path), "--recipe", "bf16,fp8", "--seqlen", "1,300", "--varlen", "--backward"]
-    assert compile.main(words) == 0
-    shapes = ModelShapes(2, 2, 64, 64)
-    assert asked == precompile.kernels(shapes, ["bf16", "fp8"], [1, 300], varlen=True, backward=True)
+    assert compile.main([*words, "--cache", "16bit,e4m3-paged"]) == 0
+    shapes, caches = ModelShapes(2, 2, 64, 64), ["16bit", "e4m3-paged"]
+    options: dict[str, Any] = {"varlen": True, "backward": True, "caches": caches}
+    assert asked == precompile.kernels(shapes, ["bf16", "fp8"], [1, 300], **options)
     assert f"{asked[0].name}  0.5 s" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         compile.main(["--model", str(tmp_path / "none")])

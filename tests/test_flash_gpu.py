@@ -179,21 +179,24 @@ def test_window(window: tuple[int, int], head_dim: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_softcap_alibi_sinks(head_dim: int, backend: str) -> None:
-    """One by one and together, causal and with a window, GQA."""
+@pytest.mark.parametrize(
+    "features",
+    [("softcap",), ("alibi_slopes",), ("sinks",), ("softcap", "alibi_slopes", "sinks")],
+    ids="+".join,
+)
+def test_softcap_alibi_sinks(features: tuple[str, ...], head_dim: int, backend: str) -> None:
+    """Without a mask, causal and with a window, GQA."""
     q, k, v = tensors((2, 300, 700, 8, 2), head_dim, head_dim)
     q = q * 3
-    slopes = torch.rand(2, 8, device=DEVICE)
-    sinks = torch.randn(8, device=DEVICE) * 4
-    for options in (
-        {"softcap": 10.0},
-        {"alibi_slopes": slopes},
-        {"sinks": sinks},
-        {"softcap": 20.0, "alibi_slopes": slopes, "sinks": sinks},
-    ):
-        for window in ((-1, -1), (-1, 0), (100, 20)):
-            got = flash_attn_func(q, k, v, window_size=window, return_lse=True, backend=backend, **options)
-            check(got, q, k, v, window=window, **options)
+    every = {
+        "softcap": 10.0 if len(features) == 1 else 20.0,
+        "alibi_slopes": torch.rand(2, 8, device=DEVICE),
+        "sinks": torch.randn(8, device=DEVICE) * 4,
+    }
+    options = {name: every[name] for name in features}
+    for window in ((-1, -1), (-1, 0), (100, 20)):
+        got = flash_attn_func(q, k, v, window_size=window, return_lse=True, backend=backend, **options)
+        check(got, q, k, v, window=window, **options)
 
 
 def test_slopes_of_heads_serve_every_batch(backend: str) -> None:

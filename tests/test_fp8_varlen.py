@@ -194,7 +194,7 @@ def test_gradients_are_refused() -> None:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Hopper GPU that is not there, for planning."""
     monkeypatch.setattr(fp8_varlen, "device_capability", lambda device: (9, 0))
-    fp8_varlen._choose.cache_clear()
+    fp8_varlen.choose.cache_clear()
 
 
 def test_plan(hopper: None) -> None:

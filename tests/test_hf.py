@@ -84,7 +84,7 @@ def test_8bit(name: str, limit: float) -> None:
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 @pytest.mark.parametrize("name", ["cute_attn", "cute_attn_accurate"])
 def test_padded_batch(name: str, side: str) -> None:
-    """One call for all sequences in 16 bits, one a sequence in 8; nothing but padding depends on the padding."""
+    """One call for all sequences; nothing but padding depends on the padding."""
     net, ids = model(), tokens(3)
     mask = torch.ones_like(ids)
     if side in ("left", "both"):
@@ -95,7 +95,8 @@ def test_padded_batch(name: str, side: str) -> None:
     got = logits(net, name, input_ids=ids, attention_mask=mask)
     wanted = logits(net, "sdpa", input_ids=ids, attention_mask=mask)
     close(got[mask.bool()], wanted[mask.bool()], 0.03 if name == "cute_attn" else 0.08)
-    assert log.total == (2 if name == "cute_attn" else 6) and TORCH not in log.kernels
+    [kernel] = log.kernels
+    assert log.total == 2 and kernel.startswith("reference" if name == "cute_attn" else "emulator(")
     other = torch.where(mask.bool(), ids, 5)
     again = logits(net, name, input_ids=other, attention_mask=mask)
     assert torch.equal(got[mask.bool()], again[mask.bool()])
@@ -152,17 +153,18 @@ def test_generation(cache: str | None, padded: bool) -> None:
     assert TORCH not in log.kernels and log.total == 12
 
 
-def test_sequences_that_see_nothing() -> None:
+@pytest.mark.parametrize(("precision", "limit"), [("bf16", 0.01), ("accurate", 0.05)])
+def test_sequences_that_see_nothing(precision: str, limit: float) -> None:
     """Of a batch in which one sequence is all padding, and another behind it is not."""
     spans = ((0, 9), (0, 0), (4, 9), (0, 6))
     q, k, v = (torch.randn(4, 9, heads, 32).to(BF16) for heads in (4, 2, 2))
     for causal, window in ((True, -1), (True, 3), (False, -1)):
         pattern = hf.Pattern(spans, 0, window, causal)
-        call = hf._Call(q, k, v, "bf16", "emulator", 0.2, 0.0, None)
+        call = hf._Call(q, k, v, precision, "emulator", 0.2, 0.0, None)
         parts = hf._parts(pattern, 9)
-        kernel, out = call.run_packed(parts, pattern)
+        kernel, out = call.run_packed(parts, pattern, precision)
         each = call.run(parts, [call.choose(part, pattern) for part in parts], pattern)
-        assert kernel == "reference" and len(parts) == 3 and not out[1].any()
+        assert ("emulator(" in kernel) == (precision != "bf16") and len(parts) == 3 and not out[1].any()
         close(out, each, 0.01)
         mask = pattern.mask(9, 9, q.device)
         wanted = torch.nn.functional.scaled_dot_product_attention(
@@ -171,7 +173,38 @@ def test_sequences_that_see_nothing() -> None:
         for row, (first, end) in enumerate(spans):
             some = slice(first, end) if causal else slice(None, None if end else 0)
             if end:
-                close(out[row, some], wanted[row, some], 0.01)
+                close(out[row, some], wanted[row, some], limit)
+
+
+@pytest.mark.parametrize("window", [-1, 3])
+def test_few_queries_read_the_cache_where_it_is(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of the decoding kernel for sequences that begin anywhere, or not at all; slots behind are not read."""
+    given: list[Tensor] = []
+    attend = hf.flash_attn_with_kvcache
+
+    def record(*args: Any, **more: Any) -> Any:
+        given.extend(args)
+        return attend(*args, **more)
+
+    monkeypatch.setattr(hf, "flash_attn_with_kvcache", record)
+    q, k, v = (torch.randn(3, rows, heads, 32).to(BF16) for rows, heads in ((2, 4), (12, 2), (12, 2)))
+    pattern = hf.Pattern(((0, 9), (4, 9), (0, 0)), 7, window, True)
+    call = hf._Call(q, k, v, "bf16", "emulator", 0.2, 0.0, None)
+    found = call.run_cached(pattern)
+    assert found is not None and found[0] == "reference" and not found[1][2].any()
+    assert [x.data_ptr() for x in given] == [x.data_ptr() for x in (q, k, v)]
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *(x[:2].transpose(1, 2).float() for x in (q, k, v)),
+        attn_mask=pattern.mask(2, 12, q.device)[:2],
+        scale=0.2,
+        enable_gqa=True,
+    )
+    close(found[1][:2], wanted.transpose(1, 2), 0.01)
+    # another end of the keys than the last query's, and an address that the kernel cannot read
+    assert call.run_cached(hf.Pattern(((0, 8), (4, 9), (0, 0)), 7, window, True)) is None
+    assert call.run_cached(hf.Pattern(((0, 9),) * 3, 7, window, False)) is None
+    moved = torch.zeros(k.numel() + 1, dtype=BF16)[1:].view_as(k)
+    assert call._replace(k=moved).run_cached(pattern) is None
 
 
 def test_8bit_generation_decodes_in_16_bits() -> None:
@@ -207,7 +240,7 @@ def test_sliding_window(name: str, padded: bool) -> None:
     wanted = logits(net, "sdpa", input_ids=ids, attention_mask=mask)
     limit = 0.03 if name == "cute_attn" else 0.2
     close(got[mask.bool()], wanted[mask.bool()], limit)
-    assert not log.fallbacks and log.total == (4 if padded and name == "cute_attn_fp8" else 2)
+    assert not log.fallbacks and log.total == 2
     assert all(kernel.startswith("emulator(") == (name == "cute_attn_fp8") for kernel in log.kernels)
     stepwise(net, name, ids, mask, limit)
 
@@ -276,7 +309,7 @@ def test_sinks_reach_the_kernel(precision: str, limit: float) -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ["cute_attn", "cute_attn_accurate"])
 def test_training(name: str, padded: bool) -> None:
-    """In 16 bits, whatever was asked for; the gradients of all weights are those of torch's attention."""
+    """In the precision that was asked for; the gradients of all weights are those of torch's attention."""
     net, ids = model(initializer_range=0.1), tokens()
     mask = torch.ones_like(ids)
     if padded:
@@ -290,11 +323,9 @@ def test_training(name: str, padded: bool) -> None:
         net(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
         found.append([weight.grad.clone() for weight in net.parameters()])
     for got, wanted in zip(*found, strict=True):
-        close(got, wanted, 0.05)
-    assert log.kernels == {"reference": 2}
-    reasons = list(log.fallbacks)
-    assert len(reasons) == (name != "cute_attn")
-    assert all("q requires grad, and training is exact here" in reason for reason in reasons)
+        close(got, wanted, 0.05 if name == "cute_attn" else 0.12)
+    assert log.total == (4 if padded and name != "cute_attn" else 2) and not log.fallbacks
+    assert all(kernel.startswith("emulator(") == (name != "cute_attn") for kernel in log.kernels)
 
 
 def test_compiled_model() -> None:
@@ -392,6 +423,6 @@ def test_on_the_gpu(name: str) -> None:
     # the emulator has 0.25 and 0.11 on this network of random weights
     limit = {"cute_attn": 0.03, "cute_attn_fp8": 0.3, "cute_attn_accurate": 0.15}[name]
     close(got[mask.bool()], wanted[mask.bool()], limit)
-    net.set_attn_implementation(name)
-    assert net.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False).shape == (2, 705)
-    assert TORCH not in log.kernels
+    stepwise(net, name, ids, mask, limit)
+    kinds = [(kernel.split("_")[0], "varlen" in kernel) for kernel in log.kernels]
+    assert sorted(set(kinds)) == [("decode", False), ("fwd", True)], log

@@ -38,7 +38,7 @@ def test_readme_commands_do_all_set_up() -> None:
         venv,
         torch,
         '.venv/bin/pip install -e ".[test]"',
-        ".venv/bin/python -m pytest",
+        ".venv/bin/python -m pytest -n 2 --dist loadfile",
     ]
 
 

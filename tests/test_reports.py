@@ -122,11 +122,15 @@ def test_traffic_is_what_the_algorithms_count(n: int, d: int) -> None:
         assert sum(memory.flash2_io(n, d, block).values()) == _bytes(second)
 
 
-def test_traffic_tables() -> None:
-    grid = memory.io_grid((1024, 16384), (64, 128))
-    assert len(grid.lines) == 4 and grid.lines[3][6] == "2.0x"
+def test_traffic_tables(tmp_path: Path) -> None:
+    rows = memory.io_rows((1024, 16384), (64, 128))
+    grid = memory.io_grid(rows)
+    assert grid is not None and len(grid.lines) == 4 and grid.lines[3][6] == "2.0x"
+    record.write(tmp_path / "io.json", META, rows)
+    assert memory.io_grid(record.read(tmp_path / "io.json").rows) == grid
     with pytest.raises(ValueError, match="sram_elements must be at least head_dim"):
-        memory.io_grid((1024,), (64,), 100)
+        memory.io_rows((1024,), (64,), 100)
+    assert memory.io_grid([]) is None
     assert memory.measured_io_grid([]) is None
     path = memory.profile_record()
     assert path is not None

@@ -202,9 +202,8 @@ def test_plans_depend_on_all_that_they_read() -> None:
     for precision in ("bf16", "fp8"):
         assert sdpa(grad, k, v, precision=precision, backend="emulator", log=log).requires_grad
     with torch.no_grad():
-        sdpa(grad, k, v, precision="fp8", backend="emulator", log=log)
-    [(reason, count)] = log.fallbacks.items()
-    assert reason.startswith("q requires grad, and training is exact here") and count == 1
+        assert not sdpa(grad, k, v, precision="fp8", backend="emulator", log=log).requires_grad
+    assert len(log.kernels) == 3 and not log.fallbacks
 
 
 def test_region_takes_every_call_and_ends() -> None:
@@ -269,18 +268,21 @@ def test_empty(seqlen_q: int, seqlen_k: int) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(40, 40), (40, 70), (70, 40)])
 def test_gradients_in_a_region(seqlen_q: int, seqlen_k: int, is_causal: bool, precision: str) -> None:
-    """Of the 16-bit kernel, whatever was asked for."""
+    """By the 16-bit backward, with the result of the forward that was asked for."""
     inputs = [x.requires_grad_() for x in tensors(seqlen_q, seqlen_k, heads_q=4, heads_k=2)]
     options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": True}
     wanted = exact(*inputs, **options)
     weights = torch.randn_like(wanted)
     with sdpa_region(precision=precision, backend="emulator", fallback="error") as log:
         out = F.scaled_dot_product_attention(*inputs, **options)
-    assert list(log.kernels) == ["reference"] and len(log.fallbacks) == (precision != "bf16")
+    assert not log.fallbacks
+    assert all(kernel.startswith("emulator(") == (precision != "bf16") for kernel in log.kernels)
     got = torch.autograd.grad((out * weights).sum(), inputs)
     want = torch.autograd.grad((wanted * weights).sum(), inputs)
-    for mine, theirs in zip(got, want, strict=True):
-        assert error_metrics(mine, theirs)["rel_rmse"] < 0.02
+    for mine, theirs in zip(
+        got, want, strict=True
+    ):  # in 8 bits rows that see few keys have most of the error
+        assert error_metrics(mine, theirs)["rel_rmse"] < (0.02 if precision == "bf16" else 0.05)
 
 
 # --- torch's registry
@@ -333,8 +335,9 @@ def test_kernels_agree_with_torch(seqlen_q: int, seqlen_k: int, is_causal: bool,
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "limit"), [("bf16", 0.02), ("accurate", 0.05)])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 300), (500, 200)])
-def test_gradients_of_the_kernels(seqlen_q: int, seqlen_k: int) -> None:
+def test_gradients_of_the_kernels(seqlen_q: int, seqlen_k: int, precision: str, limit: float) -> None:
     inputs = [
         x.requires_grad_()
         for x in tensors(
@@ -344,12 +347,13 @@ def test_gradients_of_the_kernels(seqlen_q: int, seqlen_k: int) -> None:
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
     wanted = exact(*inputs, **options)
     weights = torch.randn_like(wanted)
-    with sdpa_region(precision="accurate", backend="sm90", fallback="error"):
+    with sdpa_region(precision=precision, backend="sm90", fallback="error") as log:
         out = F.scaled_dot_product_attention(*inputs, **options)
+    assert not log.fallbacks
     got = torch.autograd.grad((out * weights).sum(), inputs)
     want = torch.autograd.grad((wanted * weights).sum(), inputs)
     for mine, theirs in zip(got, want, strict=True):
-        assert error_metrics(mine, theirs)["rel_rmse"] < 0.02
+        assert error_metrics(mine, theirs)["rel_rmse"] < limit
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ EPILOG = """examples:
   python -m cute_attn.bench --report speed --dtype bf16 --phase prefill --json prefill.json
   python -m cute_attn.bench --report speed --dtype bf16 --phase backward,train --json train.json
   python -m cute_attn.bench --report speed --dtype bf16 --phase decode --json decode.json
+  torchrun --nproc-per-node 2 -m cute_attn.bench --phase ring --world 2 --json ring.json
   python -m cute_attn.bench --report memory --phase forward,train --html memory.html
   python -m cute_attn.bench --render speed.json --html speed.html
   python -m cute_attn.bench --compare before.json after.json
@@ -124,8 +125,8 @@ def build_parser() -> argparse.ArgumentParser:
     text = "8-bit recipes, comma-separated (default: default is timed, errors are reported for every preset "
     text += "and for naive with P lifted)"
     option(what, "--recipe", text, type=_names, metavar="NAMES")
-    text = f"of {comma(peers.PHASES)} (default forward)"
-    option(what, "--phase", text, type=_choices(*peers.PHASES), default=["forward"], metavar="NAMES")
+    text = f"of {comma(peers.PHASES)} (default forward); or ring, alone and under torchrun: several GPUs"
+    option(what, "--phase", text, type=_choices(*peers.PHASES, "ring"), default=["forward"], metavar="NAMES")
     text = f"of {comma(list(peers.PROVIDERS))} (default: by dtype and phase)"
     option(what, "--providers", text, type=_choices(*peers.PROVIDERS), metavar="NAMES")
     text = "kernels of cute_attn: of Hopper, or of 16 bits by mma.sync, whose speed alone is reported (default sm90)"
@@ -149,8 +150,11 @@ def build_parser() -> argparse.ArgumentParser:
     count(shapes, "--batch", "instead of --tokens")
     count(shapes, "--heads", "heads of Q, instead of --hidden")
     count(shapes, "--heads-k", "heads of K and V (default: as many as Q has)")
+    text = "in phase decode: slots of a page of the cache (default: contiguous caches)"
+    option(shapes, "--page-size", text, type=_sizes, metavar="N,...")
 
     count(run, "--rounds", f"timed rounds (default {ROUNDS})")
+    count(run, "--world", "with --phase ring: processes that torchrun has started")
     text = "length of one timed batch, and of the untimed one before it (default %(default)s)"
     option(run, "--min-batch-ms", text, type=float, default=50.0, metavar="MS")
     text = "fewer lengths, rounds and inputs; one kernel for each head_dim and kind of operands"
@@ -302,6 +306,7 @@ class Run:
             batch=options.batch,
             heads=options.heads,
             heads_k=options.heads_k,
+            page_sizes=options.page_size or (None,),
         )
 
     def contenders(self) -> list[Any]:
@@ -491,16 +496,15 @@ class Run:
         from cute_attn.bench import memory, record
 
         options = self.options
-        self.show(memory.io_grid(options.seqlen or memory.SEQLENS, options.head_dim))
+        found = memory.io_rows(options.seqlen or memory.SEQLENS, options.head_dim)
+        self.rows += found
         path = memory.profile_record()
         counted = None if path is None else memory.measured_io_grid(record.read(path).rows)
         if counted is not None:
-            self.show(counted)
-
-    def show(self, grid: Any) -> None:
-        """Print a table that is no matter of rows alone, and keep it for the files."""
-        self.grids.append(grid)
-        self.console.print(grid.rich())
+            self.grids.append(counted)  # of another record's rows
+        for grid in (memory.io_grid(found), counted):
+            if grid is not None:
+                self.console.print(grid.rich())
 
     def all_grids(self) -> list[Any]:
         """Every table, for the files."""
@@ -511,6 +515,8 @@ class Run:
             report.error_grid(self.rows),
             overhead.overhead_grid(self.rows),
             *(memory.memory_grid(self.rows, call) for call in memory.CALLS),
+            memory.io_grid(self.rows),
+            memory.measured_io_grid(self.rows),
         )
         grids = report.speed_grids(self.rows) + [grid for grid in found if grid is not None]
         return [*grids, *figures.figure_grids(self.rows), *self.grids]
@@ -547,7 +553,9 @@ def compare(options: argparse.Namespace, console: Any) -> int:
     if options.markdown:
         report.write_markdown(options.markdown, head, grids)
     if options.html:
-        html.write(options.html, "cute_attn: two runs compared", head, grids, after.rows)
+        html.write(
+            options.html, "cute_attn: two runs compared", head, grids, after.rows, "Plots of the second"
+        )
     return 0
 
 
@@ -585,6 +593,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.report not in (None, "speed"):
             parser.error(f"argument --backend: sm80 has no report {options.report}, only speed")
         options.report = "speed"
+    if "ring" in options.phase or options.world:
+        from cute_attn.bench import ring
+
+        try:
+            return ring.main(options, console, argv, hopper)
+        except ValueError as error:
+            parser.error(str(error))
     reports = {
         None: ["speed", "accuracy"] if hopper else ["accuracy", "figures"],
         "all": ["speed", "overhead", "accuracy", "figures", "memory", "io"]

@@ -23,6 +23,9 @@ HIDDEN = 2048
 NO_WINDOW = (-1, -1)
 WINDOW = (1024, 0)  # a causal sliding window
 WINDOW_SEQLEN = 16384
+CACHE_SEQLENS = (4096, 32768)  # queries over a cache, and keys of it
+CACHE_HEADS = (64, 8)
+CACHE_PAGES = (None, 64)
 MIX_TOKENS = 65536
 MIX_LENGTHS = (16, 16384)  # shortest and longest sequence of the mix
 
@@ -47,6 +50,7 @@ class Case:
     causal: bool
     window: tuple[int, int] = NO_WINDOW  # (left, right), -1 for no end; right 0 with a causal mask
     lengths: tuple[int, ...] = ()
+    page_size: int | None = None  # slots of a page, where K and V are in a paged cache
 
     @property
     def flops(self) -> float:
@@ -60,7 +64,14 @@ class Case:
             full = operations * math.fsum(length * length for length in self.lengths)
         else:
             full = operations * self.seqlen_q * self.seqlen_k * self.batch
+            if self.causal and self.over_cache:  # half of the last keys alone
+                return full - operations * self.seqlen_q * (self.seqlen_q - 1) / 2 * self.batch
         return full / 2 if self.causal else full
+
+    @property
+    def over_cache(self) -> bool:
+        """Whether K and V are a cache that had keys before these queries."""
+        return self.seqlen_q < self.seqlen_k
 
     @property
     def score_bytes(self) -> int:
@@ -91,6 +102,8 @@ class Case:
             fields |= {"window_left": self.window[0], "window_right": self.window[1]}
         if self.lengths:
             fields |= {"tokens": sum(self.lengths)}
+        if self.page_size is not None:
+            fields |= {"page_size": self.page_size}
         return fields
 
     def __str__(self) -> str:
@@ -98,7 +111,8 @@ class Case:
         mask += "" if self.window == NO_WINDOW else f" window {self.window[0]},{self.window[1]}"
         heads = str(self.heads_q) if self.heads_q == self.heads_k else f"{self.heads_q}/{self.heads_k}"
         seqlen = f"{min(self.lengths)} to {self.seqlen_k}" if self.lengths else f"{self.seqlen_k}"
-        return f"d {self.head_dim} {mask} seqlen {seqlen} batch {self.batch} heads {heads}"
+        pages = "" if self.page_size is None else f" pages of {self.page_size}"
+        return f"d {self.head_dim} {mask} seqlen {seqlen} batch {self.batch} heads {heads}{pages}"
 
 
 def window_pairs(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> int:
@@ -180,9 +194,10 @@ def prefill(
     heads: int | None = None,
     heads_k: int | None = None,
 ) -> list[Case]:
-    """Cells beyond the papers' grid: a mix of lengths, and a sliding window over a long sequence, which is causal.
+    """Cells beyond the papers' grid: a mix of lengths, and under a causal mask a sliding window over a long sequence,
+    and many queries over a cache, contiguous and in pages.
 
-    Args, Raises: as `grid`.
+    Args, Raises: as `grid`; over a cache, heads default to 64 and heads_k to 8, or to `heads` where that is given.
     """
     sizes = {"hidden": hidden, "heads": heads, "heads_k": heads_k}
     masks, lengths = list(causal), mixed_lengths()
@@ -192,7 +207,39 @@ def prefill(
         cases.append(replace(case, batch=len(lengths), seqlen_q=longest, seqlen_k=longest, lengths=lengths))
         if case.causal:
             cases.append(replace(case, window=WINDOW))
+            heads_q, kv = cache_heads(heads, heads_k)
+            seqlen_q, seqlen_k = CACHE_SEQLENS
+            for pages in CACHE_PAGES:
+                cases.append(Case(1, seqlen_q, seqlen_k, heads_q, kv, case.head_dim, True, page_size=pages))
     return cases
+
+
+def cache_heads(heads: int | None, heads_k: int | None) -> tuple[int, int]:
+    """Heads of Q and of K of calls on a cache, by the options of the same names.
+
+    Raises:
+        ValueError: heads_k does not divide heads.
+    """
+    heads_q = CACHE_HEADS[0] if heads is None else heads
+    kv = heads_k if heads_k is not None else CACHE_HEADS[1] if heads is None else heads
+    if heads_q % kv:
+        raise ValueError(f"heads_k must divide the {heads_q} heads of Q, got {kv}")
+    return heads_q, kv
+
+
+def in_pages(x: Tensor, page_size: int, order: Tensor) -> Tensor:
+    """A cache (batch, seqlen, heads, ...) of whole pages as (pages, page_size, heads, ...); page i goes to order[i].
+
+    Raises:
+        ValueError: seqlen is no multiple of page_size.
+    """
+    if x.shape[1] % page_size:
+        raise ValueError(f"page_size must divide the seqlen, {x.shape[1]}, got {page_size}")
+    pages = x.reshape(-1, page_size, *x.shape[2:])
+    out = torch.empty_like(pages)
+    raw, source = (t.view(torch.uint8) if t.element_size() == 1 else t for t in (out, pages))
+    raw[order] = source  # not all of torch indexes e4m3
+    return out
 
 
 def make_inputs(

@@ -76,9 +76,10 @@ def _ratio(before: Row, after: Row, field: str) -> float | None:
 
 
 def _where(row: Row) -> str:
-    head_dim, causal, seqlen_k, seqlen_q, batch, heads_q, heads_k, left, right, tokens = case_key(row)
+    head_dim, causal, seqlen_k, seqlen_q, batch, heads_q, heads_k, left, right, tokens, pages = case_key(row)
     length = str(seqlen_k) if seqlen_q == seqlen_k else f"{seqlen_q} x {seqlen_k}"
     length += f", {tokens} tokens of unlike lengths" if tokens else ""
+    length += f", pages of {pages}" if pages else ""
     length += f", window ({left}, {right})" if (left, right) != (-1, -1) else ""
     return f"d {head_dim} {'causal' if causal else 'full'} {length}, {batch} x {heads_q}/{heads_k}"
 

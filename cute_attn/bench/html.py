@@ -75,7 +75,9 @@ def figure_svg(figure: Any, prefix: str) -> str:
     )
 
 
-def page(title: str, head: Sequence[str], grids: Sequence[Grid], rows: Sequence[Row] = ()) -> str:
+def page(
+    title: str, head: Sequence[str], grids: Sequence[Grid], rows: Sequence[Row] = (), plots: str = "Plots"
+) -> str:
     """The document.
 
     Args:
@@ -83,6 +85,7 @@ def page(title: str, head: Sequence[str], grids: Sequence[Grid], rows: Sequence[
         head: what was measured on what, a line each.
         grids: tables.
         rows: of the record; timed ones and errors are drawn, where matplotlib is installed.
+        plots: title of their section.
     """
     figures: list[str] = []
     try:
@@ -95,16 +98,17 @@ def page(title: str, head: Sequence[str], grids: Sequence[Grid], rows: Sequence[
         missing = "Without plots: matplotlib is not installed (pip install 'cute-attn[plot]')."
     sections = [grid_html(grid, f"t{number}") for number, grid in enumerate(grids)]
     links = "".join(f'<a href="#t{n}">{html.escape(grid.title)}</a>' for n, grid in enumerate(grids))
-    plots = ""
+    drawing = ""
     if figures:
-        plots = '<section id="plots"><h2>Plots</h2><div class="plots">'
-        plots += "".join(f"<figure>{figure}</figure>" for figure in figures) + "</div></section>"
+        links += '<a href="#plots">' + html.escape(plots) + "</a>"
+        drawing = f'<section id="plots"><h2>{html.escape(plots)}</h2><div class="plots">'
+        drawing += "".join(f"<figure>{figure}</figure>" for figure in figures) + "</div></section>"
     lines = "".join(f"<li>{html.escape(line)}</li>" for line in [*head, *([missing] if missing else [])])
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>"
-        f'<ul class="head">{lines}</ul><nav>{links}</nav>{plots}\n'
+        f'<ul class="head">{lines}</ul><nav>{links}</nav>{drawing}\n'
         + "\n".join(sections)
         + "\n</body></html>\n"
     )
@@ -116,10 +120,11 @@ def write(
     head: Sequence[str],
     grids: Sequence[Grid],
     rows: Sequence[Row] = (),
+    plots: str = "Plots",
 ) -> None:
     """Write `page`.
 
     Raises:
         OSError: the file cannot be written.
     """
-    Path(path).write_text(page(title, head, grids, rows), encoding="utf-8")
+    Path(path).write_text(page(title, head, grids, rows, plots), encoding="utf-8")

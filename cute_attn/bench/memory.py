@@ -25,6 +25,7 @@ from cute_attn.reference import block_sizes
 
 SEQLENS: Final = tuple(1024 << i for i in range(8))  # 1k to 128k
 STANDARD: Final = "standard"
+FLASH1, FLASH2, ONCE = "flash", "flash2", "once"  # of the model of traffic
 SRAM_BYTES: Final = 227 * 1024  # shared memory that a CTA of a Hopper GPU may have
 TILE_M: Final = 128  # query rows of a CTA at head_dim 128
 OUT_OF_MEMORY: Final = "out of memory"
@@ -248,8 +249,10 @@ def flash2_io(n: int, d: int, block_q: int) -> dict[str, int]:
     return {"q, k, v": 2 * (n * d + 2 * -(-n // block_q) * n * d), "out": 2 * n * d + 4 * n, "scores": 0}
 
 
-def io_grid(seqlens: Sequence[int], head_dims: Sequence[int], sram_bytes: int = SRAM_BYTES) -> Grid:
-    """The model for one head, full mask, 16-bit tensors: bytes moved by N and d.
+def io_rows(
+    seqlens: Sequence[int], head_dims: Sequence[int], sram_bytes: int = SRAM_BYTES
+) -> list[dict[str, Any]]:
+    """Rows of phase "io": the model for one head, full mask, 16-bit tensors; `model_bytes` moved by N and d.
 
     Args:
         sram_bytes: M, on-chip memory; FlashAttention's tiles follow from it, FlashAttention-2's rows are `TILE_M`.
@@ -257,38 +260,57 @@ def io_grid(seqlens: Sequence[int], head_dims: Sequence[int], sram_bytes: int = 
     Raises:
         ValueError: M is below one row.
     """
-    grid = Grid(
-        f"Memory traffic of one head, M = {readable(sram_bytes)} on chip",
-        [
-            "d",
-            "N",
-            "standard",
-            "FlashAttention",
-            "FlashAttention-2",
-            "once each",
-            "standard / FA-2",
-            "FLOP / byte, FA-2",
-        ],
-        text_columns=0,
-    )
+    rows = []
     for d in head_dims:
         _, block_k = block_sizes(sram_bytes // 2, d)
         for n in seqlens:
-            totals = [
-                sum(model.values())
-                for model in (standard_io(n, d), flash1_io(n, d, block_k), flash2_io(n, d, TILE_M))
+            moved = {
+                STANDARD: sum(standard_io(n, d).values()),
+                FLASH1: sum(flash1_io(n, d, block_k).values()),
+                FLASH2: sum(flash2_io(n, d, TILE_M).values()),
+                ONCE: 2 * 4 * n * d + 4 * n,
+            }
+            shape = Case(batch=1, seqlen_q=n, seqlen_k=n, heads_q=1, heads_k=1, head_dim=d, causal=False)
+            rows += [
+                record.make_row(
+                    provider=name,
+                    phase="io",
+                    dtype="bf16",
+                    model_bytes=size,
+                    sram_bytes=sram_bytes,
+                    **shape.fields,
+                )
+                for name, size in moved.items()
             ]
-            once = 2 * 4 * n * d + 4 * n
-            grid.lines.append(
-                [
-                    str(d),
-                    str(n),
-                    *map(readable, totals),
-                    readable(once),
-                    f"{totals[0] / totals[2]:.1f}x",
-                    f"{4 * n * n * d / totals[2]:.0f}",
-                ]
-            )
+    return rows
+
+
+def io_grid(rows: Sequence[Row]) -> Grid | None:
+    """Traffic by head_dim and length, from rows of phase "io"; None without any."""
+    cells: dict[tuple[int, int, int], dict[str, int]] = {}
+    for row in rows:
+        if row["phase"] == "io":
+            key = (row["sram_bytes"], row["head_dim"], row["seqlen_k"])
+            cells.setdefault(key, {})[row["provider"]] = row["model_bytes"]
+    if not cells:
+        return None
+    sizes = {sram_bytes for sram_bytes, _, _ in cells}
+    columns = ["standard", "FlashAttention", "FlashAttention-2", "once each"]
+    grid = Grid(
+        f"Memory traffic of one head, M = {', '.join(map(readable, sorted(sizes)))} on chip",
+        ["d", "N", *columns, "standard / FA-2", "FLOP / byte, FA-2"],
+        text_columns=0,
+    )
+    for (_, d, n), moved in cells.items():
+        grid.lines.append(
+            [
+                str(d),
+                str(n),
+                *(readable(moved[name]) for name in (STANDARD, FLASH1, FLASH2, ONCE)),
+                f"{moved[STANDARD] / moved[FLASH2]:.1f}x",
+                f"{4 * n * n * d / moved[FLASH2]:.0f}",
+            ]
+        )
     grid.notes += [
         f"FlashAttention: tiles of ceil(M / 4d) keys, visited by all rows. FlashAttention-2: tiles of {TILE_M} rows, "
         "each of which reads all keys; caches are left out, and L2 serves most of these reads.",

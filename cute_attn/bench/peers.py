@@ -9,13 +9,14 @@ quantize
 whole_call
     16-bit Q, K, V to a 16-bit output, quantising included. For a 16-bit contender this is its forward.
 prefill
-    the forward of 16 bits beyond the papers' grid: sequences of unlike length, and a sliding window.
+    the forward of 16 bits beyond the papers' grid: sequences of unlike length, a sliding window, many queries over a
+    KV cache.
 backward
     the gradients of 16-bit Q, K and V, after a forward that is not timed.
 train
     forward and backward. An 8-bit contender has a forward of its own and the 16-bit backward.
 decode
-    one query for each sequence against a KV cache of 16 bits, or of e4m3 with a scale for each token and head.
+    one query for each sequence against a KV cache of 16 bits, or of e4m3, ours with a scale for each token and head.
 
 The 8-bit peers get N(0, 1) tensors cast to e4m3 with all scales 1, which is the cheapest that they can be
 asked for.
@@ -110,6 +111,7 @@ PROVIDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sdpa_cudnn": _SIXTEEN,
     "sdpa_efficient": _SIXTEEN,
     "sdpa_math": _SIXTEEN,
+    "flashinfer": (("fp8", *SIXTEEN_BIT), ("decode",)),
     "copy": (("fp8", *SIXTEEN_BIT), ("quantize", "decode")),
 }
 _DEFAULT_FP8 = {
@@ -117,7 +119,7 @@ _DEFAULT_FP8 = {
     "quantize": (OURS, "copy"),
     "whole_call": (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn"),
     "train": (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn"),
-    "decode": (OURS, "fa3", "sdpa_flash", "sdpa_cudnn", "copy"),
+    "decode": (OURS, "fa3", "flashinfer", "sdpa_flash", "sdpa_cudnn", "copy"),
 }
 _DEFAULT_16BIT = (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math")
 _DEFAULT_GRADIENTS = _DEFAULT_FP8["train"]
@@ -167,8 +169,6 @@ def contenders(
                     continue
                 if phase in ("whole_call", "train") and precision == "fp8" and name != OURS:
                     continue  # FA3's FP8 kernel takes 8-bit tensors; it has no quantiser and no backward
-                if phase == "decode" and precision == "fp8" and name == "fa3":
-                    continue  # its FP8 caches want an FP8 query
                 if name in (OURS, "copy") and precision != "fp8" and (dtype == "fp8" or phase == "quantize"):
                     continue
                 by_recipe = name == OURS and precision == "fp8" and phase != "decode"
@@ -192,7 +192,10 @@ def prepare(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Ten
     """
     if contender.phase in gradients.FLOP_FACTORS:
         return _prepare_gradients(contender, case, q, k, v)
-    if contender.phase == "decode":
+    over_cache = contender.phase == "prefill" and case.over_cache
+    if over_cache and contender.provider == "fa4" and case.page_size is not None:
+        raise NotRun("skipped", "timed without pages alone")
+    if contender.phase == "decode" or (over_cache and contender.provider in (OURS, "fa3")):
         from cute_attn.bench import decode
 
         return decode.prepare(contender, case, q, k, v)
@@ -239,7 +242,7 @@ def _prepare_gradients(contender: Contender, case: cases.Case, q: Tensor, k: Ten
         function, kernel, ran = need(module).flash_attn_func, name(), "sm90"
         options = {"causal": case.causal}
     launch = gradients.launcher(
-        contender.phase, lambda q, k, v: _first(function(q, k, v, **options)), case, q, k, v
+        contender.phase, lambda q, k, v: first(function(q, k, v, **options)), case, q, k, v
     )
     return Prepared(launch, kernel, ran, partial(gradients.error, dtype=contender.dtype))
 
@@ -389,12 +392,13 @@ def _cudnn_version() -> str:
     )
 
 
-def _first(result: Any) -> Tensor:
+def first(result: Any) -> Tensor:
     """The output alone: releases differ in whether the log-sum-exp comes with it."""
     return result[0] if isinstance(result, (tuple, list)) else result
 
 
-def _fa3_name() -> str:
+def fa3_name() -> str:
+    """FlashAttention-3 with its version."""
     return f"FlashAttention-3 {_version('flash-attn-3', module='flash_attn_interface')}"
 
 
@@ -404,19 +408,19 @@ def _fa4_name() -> str:
 
 # provider -> (module, what it is)
 _FLASH_LIBRARIES: dict[str, tuple[str, Callable[[], str]]] = {
-    "fa3": ("flash_attn_interface", _fa3_name),
+    "fa3": ("flash_attn_interface", fa3_name),
     "fa4": ("flash_attn.cute", _fa4_name),
 }
 
 
 def _prepare_fa3(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
     fa3 = need("flash_attn_interface")
-    name = _fa3_name()
+    name = fa3_name()
     if contender.dtype == "fp8":
         q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
         one = torch.ones(case.batch, case.heads_k, device=q.device)
         return Prepared(
-            lambda: _first(
+            lambda: first(
                 fa3.flash_attn_func(q, k, v, causal=case.causal, q_descale=one, k_descale=one, v_descale=one)
             ),
             f"{name}, e4m3",
@@ -430,7 +434,7 @@ def _prepare_fa3(contender: Contender, case: cases.Case, q: Tensor, k: Tensor, v
     if case.lengths:
         function = fa3.flash_attn_varlen_func
         options |= _mix(case, q)
-    return Prepared(lambda: _first(function(q, k, v, **options)), name, "sm90", cases.output_error)
+    return Prepared(lambda: first(function(q, k, v, **options)), name, "sm90", cases.output_error)
 
 
 def _prepare_fa4(case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
@@ -444,7 +448,7 @@ def _prepare_fa4(case: cases.Case, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
     if case.lengths:
         function = fa4.flash_attn_varlen_func
         options |= _mix(case, q)
-    return Prepared(lambda: _first(function(q, k, v, **options)), name, "sm90", cases.output_error)
+    return Prepared(lambda: first(function(q, k, v, **options)), name, "sm90", cases.output_error)
 
 
 # provider -> (torch's name, what it is, backend)

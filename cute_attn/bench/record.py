@@ -33,6 +33,7 @@ PHASES = (
     "decode",
     "prefill",
     "train",
+    "ring",
     "accuracy_kernel",
     "accuracy_total",
     "figures",
@@ -43,6 +44,7 @@ PHASES = (
     "memory",
     "train_step",
     "train_curve",
+    "io",
 )
 DTYPES = ("fp8", "bf16", "fp16")
 STATUSES = ("ok", "unavailable", "skipped", "failed", "wrong")

@@ -18,15 +18,15 @@ from cute_attn.bench.peers import OURS
 from cute_attn.bench.record import ROW_FIELDS
 
 Row = Mapping[str, Any]
-# head_dim, causal, seqlen_k, seqlen_q, batch, heads_q, heads_k, window_left, window_right, tokens; a window's end is -1
-# where there is none, tokens are 0 but for sequences of unlike length
-CaseKey = tuple[int, bool, int, int, int, int, int, int, int, int]
+# head_dim, causal, seqlen_k, seqlen_q, batch, heads_q, heads_k, window_left, window_right, tokens, page_size; a
+# window's end is -1 where there is none, tokens are 0 but for sequences of unlike length, page_size is 0 without pages
+CaseKey = tuple[int, bool, int, int, int, int, int, int, int, int, int]
 
 TITLES = {
     "forward": "Forward, prepared operands to output",
     "quantize": "Quantiser, 16-bit Q, K, V to 8-bit operands",
     "whole_call": "Whole call, 16-bit Q, K, V to output",
-    "prefill": "Forward over sequences of unlike length, and with a sliding window",
+    "prefill": "Forward over sequences of unlike length, with a sliding window, over a KV cache",
     "decode": "One query for each sequence against a KV cache, bytes of the cache",
     "backward": "Backward, the gradients of 16-bit Q, K, V",
     "train": "Forward and backward, 16-bit Q, K, V to their gradients",
@@ -56,6 +56,7 @@ def case_key(row: Row) -> CaseKey:
         row.get("window_left", -1),
         row.get("window_right", -1),
         row.get("tokens", 0),
+        row.get("page_size", 0),
     )
 
 
@@ -225,8 +226,9 @@ def _speed_grid(result: Pivot) -> Grid:
     if result.ours:
         grid.headers += [f"{name} rel RMSE" if len(result.ours) > 1 else "rel RMSE" for name in result.ours]
     for number, line in enumerate(result.lines):
-        head_dim, causal, seqlen_k, seqlen_q, batch, heads_q, heads_k, left, right, tokens = line
+        head_dim, causal, seqlen_k, seqlen_q, batch, heads_q, heads_k, left, right, tokens, pages = line
         length = str(seqlen_k) if seqlen_q == seqlen_k else f"{seqlen_q}x{seqlen_k}"
+        length += f", pages of {pages}" if pages else ""
         length = f"<= {seqlen_k}, {tokens} in all" if tokens else length
         heads = str(heads_q) if heads_q == heads_k else f"{heads_q}/{heads_k}"
         mask = "causal" if causal else "full"
@@ -271,9 +273,10 @@ def _latency_grid(result: Pivot) -> Grid:
         text_columns=1,
     )
     for line in result.lines:
-        head_dim, _, seqlen_k, _, batch, heads_q, heads_k, *_ = line
+        head_dim, _, seqlen_k, _, batch, heads_q, heads_k, *_, pages = line
         heads = str(heads_q) if heads_q == heads_k else f"{heads_q}/{heads_k}"
-        cells = [str(head_dim), str(seqlen_k), f"{batch} x {heads}"]
+        length = str(seqlen_k) + (f", pages of {pages}" if pages else "")
+        cells = [str(head_dim), length, f"{batch} x {heads}"]
         for name in contenders:
             ms = result.rows[line, name]["ms"] if (line, name) in result.rows else None
             cells.append("-" if ms is None else f"{ms * 1e3:.1f}")
@@ -504,6 +507,7 @@ def error_figure(rows: Sequence[Row]) -> Any:
     if not errors:
         return None
     figure = _plot_errors(Figure, errors)
+    figure.set_size_inches(max(4.8, 0.8 * len({row.get("input") for row in errors})), 3.4)
     figure.set_layout_engine("constrained")
     return figure
 

@@ -230,13 +230,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _needle(options: argparse.Namespace, backend: str, device: str, console: Any) -> list[dict[str, Any]]:
-    from cute_attn.bench.peers import OURS
+    from cute_attn.bench.peers import OURS, NotRun, need
     from cute_attn.bench.record import make_row
     from cute_attn.eval import needle
 
+    precisions = options.recipe or ["bf16", "accurate", "fp8", "naive"]
+    if backend == "sm90":
+        try:
+            need("flash_attn_interface")
+        except NotRun as missing:
+            console.print(f"FlashAttention-3 takes no part: {missing}", highlight=False)
+        else:
+            precisions = [*precisions, needle.FA3]
     lengths = options.keys or (needle.LENGTHS if backend == "sm90" else needle.LENGTHS[:1])
     scores = needle.measure(
-        options.recipe or ["bf16", "accurate", "fp8", "naive"],
+        precisions,
         lengths,
         head_dim=options.head_dim,
         backend=backend,
@@ -245,12 +253,12 @@ def _needle(options: argparse.Namespace, backend: str, device: str, console: Any
     console.print(needle_grid(scores).rich())
     return [
         make_row(
-            provider=OURS,
+            provider=OURS if score.precision != needle.FA3 else "fa3",
             kernel=score.kernel,
             backend=backend,
             phase="needle",
             dtype="bf16" if score.precision in ("exact", "bf16") else "fp8",
-            recipe=score.precision,
+            recipe=score.precision if score.precision != needle.FA3 else None,
             batch=1,
             seqlen_q=needle.QUERIES,
             seqlen_k=score.keys,

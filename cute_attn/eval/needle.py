@@ -20,10 +20,13 @@ import torch
 from torch import Tensor
 
 from cute_attn import dispatch
+from cute_attn.bench import peers
 from cute_attn.bench.cases import exact_rows
 from cute_attn.dispatch import TORCH
 
-__all__ = ["LENGTHS", "TASKS", "Score", "make_task", "measure"]
+__all__ = ["FA3", "LENGTHS", "TASKS", "Score", "make_task", "measure"]
+
+FA3: Final = "fa3 fp8"  # FlashAttention-3, 8 bits with a scale of each head, where it is installed
 
 LENGTHS: Final = (4096, 32768, 131072, 524288)
 TASKS: Final = ("needle", "average")
@@ -114,14 +117,18 @@ def measure(
     """Scores of every task, length and precision; "exact" (float64) comes first for each.
 
     Args:
-        precisions: "bf16" (the 16-bit kernel) and names of recipes.
+        precisions: "bf16" (the 16-bit kernel), names of recipes, and `FA3`.
         backend: "sm90" or "emulator", as in `cute_attn.sdpa`.
 
     Raises:
         ValueError: an unknown precision or task, or tensors that no kernel serves.
+        bench.peers.NotRun: `FA3`, which is not installed.
     """
     for precision in precisions:
-        dispatch.check_options(precision, backend, "error")
+        if precision == FA3:
+            peers.need("flash_attn_interface")
+        else:
+            dispatch.check_options(precision, backend, "error")
     scores = []
     for task in tasks:
         for keys in lengths:
@@ -130,7 +137,9 @@ def measure(
             exact = exact_rows(q, k, v, [(0, head) for head in range(HEADS)], rows, causal=False)
             for precision in ("exact", *precisions):
                 out, kernel = exact, "float64"
-                if precision != "exact":
+                if precision == FA3:
+                    out, kernel = _fa3(q, k, v)[0].transpose(0, 1).double(), peers.fa3_name()
+                elif precision != "exact":
                     options: dict[str, Any] = {"backend": backend}
                     chosen = dispatch.choose(q, k, v, precision=precision, **options)
                     if chosen.kernel == TORCH:
@@ -141,3 +150,15 @@ def measure(
                 scores.append(Score(task, precision, keys, right(out), error, kernel))
                 on_done(scores[-1])
     return scores
+
+
+def _fa3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Out (1, QUERIES, HEADS, head_dim) of FlashAttention-3's FP8 forward, each head scaled to the range of e4m3."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    codes, scales = [], []
+    for x in (q, k, v):
+        scale = x.float().abs().amax((1, 3)) / largest  # (1, HEADS)
+        codes.append((x.float() / scale[:, None, :, None]).to(torch.float8_e4m3fn))
+        scales.append(scale)
+    attend = peers.need("flash_attn_interface").flash_attn_func
+    return peers.first(attend(*codes, q_descale=scales[0], k_descale=scales[1], v_descale=scales[2]))

@@ -195,7 +195,8 @@ def find_sequence(unit: Int32, search, lengths, heads: Int32, cfg: FwdConfig):
             row0, key0 = cu_q[first + lane], cu_k[first + lane]
             rows, keys = cu_q[first + lane + 1] - row0, cu_k[first + lane + 1] - key0
             if has_used != 0:
-                keys = cutlass.min(keys, cutlass.max(used_k[first + lane], 0))
+                bound = Int32(2**31 - 1) if has_used == 2 else keys  # 2: nothing says where they end
+                keys = cutlass.min(bound, cutlass.max(used_k[first + lane], 0))
         units = (rows * cfg.pack_gqa + (cfg.tile_m - 1)) // cfg.tile_m * heads
         ahead = units  # of this lane's sequence and those of the lanes before it
         for step in cutlass.range_constexpr(5):

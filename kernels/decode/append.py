@@ -45,10 +45,10 @@ def lanes_of(columns: int) -> int:
 
 @cute.jit
 def row_address(t: cute.Tensor, at, column) -> Int64:
-    """Global address of (*at, column) of a tensor (a, b, c, columns), or of `at` of one (a, b, c), in 64 bits:
+    """Global address of (*at, column) of a tensor of rows, or with column 0 of `at` of one without columns, in 64 bits:
     caches are large."""
     offset = Int64(column)
-    for i in cutlass.range_constexpr(3):
+    for i in cutlass.range_constexpr(len(at)):
         offset = offset + Int64(at[i]) * t.stride[i]
     return t.iterator.toint() + offset * (t.element_type.width // 8)
 

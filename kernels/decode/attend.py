@@ -9,6 +9,7 @@ for combine.py, see split.py for who takes what.
 Tensors, last stride 1 unless said, other strides free:
 
     q (batch, seqlen_q, heads_q, head_dim), out (batch, seqlen_q, heads_q, head_dim_v)    bf16 or fp16
+        q may be of e4m3, with q_scale (batch, heads_k) float32, where the cache is
     k_cache (sequences, slots, heads_k, head_dim), v_cache (..., head_dim_v)    of that dtype or e4m3
         paged: (pages, page_size, heads_k, ...), block_table (batch, blocks) int32
     k_scale, v_scale float32, of e4m3: (batch, heads_k), or (sequences or pages, slots, heads_k), any strides
@@ -21,10 +22,10 @@ other warps only at the end of a piece. So the loop has no barrier but the warp'
 
 Slots outside of [first, end) of `Splits.key_range` are not read: NaN there never meets a product.
 
-16-bit caches: operands as they lie. e4m3: codes become fp16 in registers, exactly, and all products are fp16. Q is
-rounded to fp16 with a power of two for each row that brings its largest element below 2^15; scales of K multiply
-scores. A scale of V for each token multiplies P, over a power of two R at least as large as all scales so far, so that
-P does not leave fp16; O counts in units of R.
+16-bit caches: operands as they lie. e4m3: codes become fp16 in registers, exactly, and all products are fp16. A 16-bit
+Q is rounded to fp16 with a power of two for each row that brings its largest element below 2^15; codes of an e4m3 Q
+become fp16 as those of K do. Scales of K and of an e4m3 Q multiply scores. A scale of V for each token multiplies P,
+over a power of two R at least as large as all scales so far, so that P does not leave fp16; O counts in units of R.
 
 What a CTA does, and where it stands: it finds its pieces of work (`Decode.kernel`, split.py). Of each it loads Q
 (queries.py), fetches K and V step by step (loads.py) and computes (step.py). At the end it adds up what its warps have
@@ -77,6 +78,7 @@ class Decode:
         v_scale,
         slopes,  # (batch, heads_q) float32 with alibi
         sinks,  # (heads_q,) float32 with sinks
+        q_scale,  # (batch, heads_k) float32 with an e4m3 Q
         workspace: Int64,  # address: (slots, rows, 2), then (slots, rows, head_dim_v) float32
         slots: Int32,
         softmax_scale_log2: Float32,  # > 0; with softcap softcap * log2(e)
@@ -125,6 +127,7 @@ class Decode:
             v_scale,
             slopes,
             sinks,
+            q_scale,
             partial_ml,
             partial_o,
             lengths,
@@ -152,6 +155,7 @@ class Decode:
         m_v_scale,
         m_slopes,
         m_sinks,
+        m_q_scale,
         m_ml: cute.Tensor,
         m_o: cute.Tensor,
         lengths: Lengths,
@@ -173,7 +177,7 @@ class Decode:
         warp = cute.arch.make_warp_uniform(tid // 32)
         ctas, splits, least, together = shares
         cache = Cache(m_k, m_v, m_batch_idx, m_table, m_k_scale, m_v_scale)
-        scoring = Scoring(m_slopes, scale, softcap_factor, right)
+        scoring = Scoring(m_slopes, scale, softcap_factor, right, m_q_scale)
         results = Results(m_out, m_lse, m_sinks, m_ml, m_o, factor)
         heads_k = m_k.shape[2]
         group = m_q.shape[2] // heads_k
@@ -273,8 +277,11 @@ class Decode:
         state = self.step.new_state()
         o_factor = Float32(1.0)
         k_scale, v_scale = [cute.make_rmem_tensor((2, 2), Float32) for _ in range(2)]
+        q_scale = Float32(1.0)
+        if const_expr(cfg.query == "e4m3"):
+            q_scale = scoring.q_scale[piece.batch, piece.head]
         if const_expr(cfg.scales == "head"):
-            k_scale.fill(cache.k_scale[piece.batch, piece.head])
+            k_scale.fill(cache.k_scale[piece.batch, piece.head] * q_scale)
             o_factor = cache.v_scale[piece.batch, piece.head]
 
         # Offsets in the ring of the stage that is computed on, and of the one that is filled meanwhile.
@@ -299,6 +306,10 @@ class Decode:
             place_v = place + DECODE_KEYS * cfg.k_pitch
             if const_expr(cfg.token_scales):
                 self.loads.read_scales(place_v, k_scale, v_scale, own)
+                if const_expr(cfg.query == "e4m3"):
+                    for j in cutlass.range_constexpr(2):
+                        for e in cutlass.range_constexpr(2):
+                            k_scale[e, j] = k_scale[e, j] * q_scale
             s = cute.make_rmem_tensor((4, 2, cfg.m_tiles), Float32)
             self.step.scores(q, place, own, s)
             self.step.adjust(s, key0 + i * cfg.tile_keys, k_scale, rows, keys, own)

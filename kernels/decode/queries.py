@@ -2,7 +2,7 @@
 
 Every warp has all rows of the CTA. For a 16-bit cache a fragment has the elements as they lie. For one of e4m3 lane q
 of four takes columns 4q .. 4q + 3 of each 16, the order in which K's codes are loaded, and Q is rounded to fp16 with a
-power of two for each row, which `Query.unit` undoes.
+power of two for each row, which `Query.unit` undoes. Codes of an e4m3 Q become fp16 exactly, without one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from ..any.vectors import IN_TYPES, widen
 from ..common.floats import fp16_pair, power_of_two
-from ..common.warp import quad_max
+from ..common.warp import e4m3_to_fp16, quad_max
 from ..config import DecodeConfig
 from .split import Piece
 
@@ -55,7 +55,13 @@ class Queries:
                     source = cute.domain_offset(
                         (piece.batch, row // group, piece.head * group + row % group, 0), m_q
                     ).iterator.toint()
-                    if const_expr(cfg.fp8):
+                    if const_expr(cfg.query == "e4m3"):
+                        for s in cutlass.range_constexpr(cfg.k_steps):
+                            at = source + 16 * s + 4 * (lane % 4)
+                            at = cute.make_ptr(Uint32, at, cute.AddressSpace.gmem, assumed_align=4)
+                            codes = cute.make_tensor(at, cute.make_layout(1))[0]
+                            q_frag[h, s, mt], q_frag[2 + h, s, mt] = e4m3_to_fp16(codes)
+                    elif const_expr(cfg.fp8):
                         for s in cutlass.range_constexpr(cfg.k_steps):
                             words = cute.make_rmem_tensor(2, Uint32)
                             at = cute.make_ptr(
@@ -77,7 +83,7 @@ class Queries:
                                         assumed_align=4,
                                     )
                                     q_frag[2 * half + h, s, mt] = cute.make_tensor(at, cute.make_layout(1))[0]
-                if const_expr(cfg.fp8):
+                if const_expr(cfg.fp8 and cfg.query == "16bit"):
                     self.to_fp16(q_frag, unit, h, mt)
         return Query(q_frag, unit, place)
 

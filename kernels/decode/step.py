@@ -43,6 +43,7 @@ class Scoring(NamedTuple):
     scale: Float32  # softmax_scale * log2(e), > 0; with softcap softcap * log2(e)
     softcap_factor: Float32  # 2 log2(e) softmax_scale / softcap
     right: Int32  # keys behind a query's own position that it sees
+    q_scale: cute.Tensor | None  # (batch, heads_k) float32, of an e4m3 Q
 
 
 class Rows(NamedTuple):

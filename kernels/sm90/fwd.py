@@ -40,8 +40,7 @@ leave at once. Loops, rings and timeline are in mainloop.py, numerics in policy_
 
 Shared memory: Q (tile_m, head_dim, q_stages) and K ring (tile_n, head_dim, kv_stages), where TMA fills columns from
 head_dim to the next multiple of 32 with zeros; the ring of V, see the policies; O (tile_m, head_dim_v), from where TMA
-stores it while the next tile begins. Where there is no room for both, O takes the place of Q (`o_in_q`): a warpgroup's
-rows of O lie where its own rows of Q were, which no other reads.
+stores it while the next tile begins. Where there is no room for O, it goes to memory from registers (`o_direct`).
 
 Limits: head_dim and head_dim_v see config.py; seqlen and work tiles up to 2^31 - 1; TMA wants 16-byte strides and
 addresses.
@@ -52,7 +51,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pl
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
@@ -64,7 +63,6 @@ from ..common.varlen import (
     STAGES,
     find_sequence,
     first_slot,
-    one_batch,
     place_ring,
     put_place,
     ragged,
@@ -74,9 +72,9 @@ from ..common.varlen import (
     take_unit,
     unit_of_sequence,
 )
-from ..config import K_SCALE_GROUP, V_SCALE_GROUP, Fwd16Config, FwdConfig
-from .mainloop import V_SCALE_SHIFT, Barrier, Mainloop, Mainloop8bit, Mainloop16bit
-from .operands import ELEMENTS, row_major_atom
+from ..config import V_SCALE_GROUP, Fwd16Config, FwdConfig
+from .mainloop import V_SCALE_SHIFT, Barrier, Mainloop
+from .operands import ELEMENTS, heads_last, row_major_atom
 from .policy_16bit import Policy16bit
 from .policy_fp8 import Fp8Policy
 
@@ -89,9 +87,8 @@ class FwdSm90:
         self.policy = policy
         self.mainloop = mainloop
         self.out_type = ELEMENTS[cfg.out_dtype]
-        self.early = isinstance(
-            cfg, FwdConfig
-        )  # the grid comes up under the end of the one before, the quantiser's
+        # the grid comes up under the end of the one before, the quantiser's
+        self.early = isinstance(cfg, FwdConfig)
 
     # -- host -------------------------------------------------------------------------------------------------
 
@@ -122,7 +119,8 @@ class FwdSm90:
             batch = lengths[0].shape[0] - 1
             units = (q.shape[1] * cfg.pack_gqa // tile_m + batch) * q.shape[3]
             rows = tile_m // cfg.pack_gqa
-            o, k = ragged(o, 1, rows), ragged_load(k, 0)
+            o = o if cutlass.const_expr(cfg.o_direct) else ragged(o, 1, rows)
+            k = ragged_load(k, 0)
             v = v if cutlass.const_expr(cfg.padded_v) else ragged_load(v, 1)
             self.reset(lengths[4]).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
 
@@ -145,10 +143,15 @@ class FwdSm90:
         tma_v = cpasync.make_tiled_tma_atom(
             shared, v, layout_v_box, (d_v, cfg.v_box), num_multicast=cfg.cluster
         )
-        store = cpasync.CopyBulkTensorTileS2GOp()
-        tma_o = cpasync.make_tiled_tma_atom(
-            store, o, self.packed_rows(layout_o_box, 64, cfg.o_box), self.box(64, cfg.o_box)
-        )
+        store_o, m_o = None, o
+        if cutlass.const_expr(not cfg.o_direct):
+            tma_o = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileS2GOp(),
+                o,
+                self.packed_rows(layout_o_box, 64, cfg.o_box),
+                self.box(64, cfg.o_box),
+            )
+            store_o, m_o = tma_o.atom, tma_o.tma_tensor
 
         @cute.struct
         class Storage:
@@ -161,7 +164,7 @@ class FwdSm90:
             k: cute.struct.Align[cute.struct.MemRange[qk_type, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[v_type, cute.cosize(layout_v)], 1024]
             o: cute.struct.Align[
-                cute.struct.MemRange[self.out_type, 0 if cfg.o_in_q else cute.cosize(layout_o)], 1024
+                cute.struct.MemRange[self.out_type, 0 if cfg.o_direct else cute.cosize(layout_o)], 1024
             ]
 
         self.storage = Storage
@@ -172,8 +175,8 @@ class FwdSm90:
             tma_k.tma_tensor,
             tma_v.atom,
             tma_v.tma_tensor,
-            tma_o.atom,
-            tma_o.tma_tensor,
+            store_o,
+            m_o,
             layout_q,
             layout_k,
             layout_v,
@@ -235,7 +238,7 @@ class FwdSm90:
         m_k: cute.Tensor,  # (seqlen_k, head_dim, heads_k, batch)
         atom_v: cute.CopyAtom,
         m_v: cute.Tensor,  # (head_dim_v, keys, heads_k, batch)
-        atom_o: cute.CopyAtom,
+        atom_o,  # copy atom, None with `o_direct`
         m_o: cute.Tensor,  # (pack_gqa, seqlen_q, head_dim_v, heads_q / pack_gqa, batch)
         layout_q: cute.ComposedLayout,
         layout_k: cute.ComposedLayout,
@@ -272,15 +275,16 @@ class FwdSm90:
             rounds = rounds_of(cta // cfg.cluster, ctas // cfg.cluster, units, cfg)
 
         if warp_idx == 4 * cfg.consumer_warpgroups:
-            for atom in (atom_q, atom_k, atom_v, atom_o):
+            for atom in (atom_q, atom_k, atom_v, *(() if cfg.o_direct else (atom_o,))):
                 cpasync.prefetch_descriptor(atom)
 
         storage = SmemAllocator().allocate(self.storage)
         s_q = storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)  # (tile_m, d, q_stages)
         s_k = storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner)  # (tile_n, d, kv_stages)
         s_v = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)  # (rows, tile_n, kv_stages)
-        place_o = storage.q if cutlass.const_expr(cfg.o_in_q) else storage.o
-        s_o = place_o.get_tensor(layout_o.outer, swizzle=layout_o.inner)  # (tile_m, d_v)
+        s_o = None
+        if cutlass.const_expr(not cfg.o_direct):
+            s_o = storage.o.get_tensor(layout_o.outer, swizzle=layout_o.inner)  # (tile_m, d_v)
         qk_bytes, v_bytes = self.policy.qk_type.width // 8, self.policy.v_type.width // 8
         pipes = (
             self.ring(storage.bar_q.data_ptr(), cfg.q_stages, tile_m * d * qk_bytes, shared=False),
@@ -376,7 +380,8 @@ class FwdSm90:
             else:
                 for r in cutlass.range(rounds, unroll=1):
                     states = consume(r, states)
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
+            if cutlass.const_expr(not cfg.o_direct):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
     @cute.jit
     def load_tile(self, at, loads, pipes, states, window):
@@ -460,10 +465,12 @@ class FwdSm90:
         row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
         side = self.side_of(of_all, batch, first_row, seqlen_q, first_key, seqlen_k)
         if cutlass.const_expr(cfg.varlen):
-            cute.arch.sync_warp()  # the warp: every lane has read the place, and one may say so
-            if cute.arch.lane_idx() == 0:
+            if cute.arch.lane_idx() == 0:  # it alone has read the place, for the warp
                 pipes[3].consumer_release(at)  # to the producer, which writes the place after next there
-            g_o = self.rows_from(m_o, head, m_block, first_row, seqlen_q)
+            if cutlass.const_expr(cfg.o_direct):
+                g_o = cute.domain_offset((0, first_row, 0), m_o[None, None, None, head, 0])
+            else:
+                g_o = self.rows_from(m_o, head, m_block, first_row, seqlen_q)
             g_lse = cute.domain_offset((first_row, 0), m_lse[None, None, 0])
             o_block, rows = Int32(0), seqlen_q
         else:
@@ -473,12 +480,6 @@ class FwdSm90:
             out, state, limits, softmax_scale_log2, side, row0, warpgroup, warp_idx, tid,
             s_o, atom_o, g_o, o_block, g_lse, rows, head, batch,
         )  # fmt: skip
-        if cutlass.const_expr(cfg.o_in_q):
-            state_q, stage = states
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the warp that stores: O has been read
-            pipes[0].consumer_release(state_q)  # so Q of the next tile may come
-            state_q.advance()
-            states = (state_q, stage)
         return states
 
     @cute.jit
@@ -489,9 +490,14 @@ class FwdSm90:
         where  (arguments of `unit_coord`, seqlen_q, seqlen_k), or that ring
         """
         if cutlass.const_expr(self.cfg.varlen):
+            # by the lane that gives the place back, so that no other's reads have to come before that
             words = cute.make_rmem_tensor(PLACE, Int32)
-            cute.autovec_copy(where[None, at], words)
-            found = tuple([cute.arch.make_warp_uniform(words[i]) for i in range(7)])
+            words.fill(0)
+            if cute.arch.lane_idx() == 0:
+                cute.autovec_copy(where[None, at], words)
+            found = tuple(
+                [cute.arch.make_warp_uniform(cute.arch.shuffle_sync(words[i], 0)) for i in range(7)]
+            )
         else:
             order, seqlen_q, seqlen_k = where
             found = (*self.tile(at, order), Int32(0), seqlen_q, Int32(0), seqlen_k)
@@ -568,8 +574,8 @@ class FwdSm90:
         warpgroup: Int32,
         warp_idx: Int32,
         tid: Int32,
-        s_o: cute.Tensor,
-        atom_o: cute.CopyAtom,
+        s_o,
+        atom_o,
         g_o: cute.Tensor,
         m_block: Int32,
         g_lse: cute.Tensor,
@@ -577,7 +583,8 @@ class FwdSm90:
         head: Int32,
         batch: Int32,
     ):
-        """Normalise, write lse, and send O registers -> shared memory -> TMA store, each warpgroup its 64 rows.
+        """Normalise, write lse, and send O registers -> shared memory -> TMA store, each warpgroup its 64 rows, or
+        registers -> memory.
 
         TMA drops what lies past the rows of the sequence and head_dim_v. g_o is (pack_gqa, seqlen_q, head_dim_v), in
         which the tile is number m_block, g_lse (seqlen_q, heads_q), of which `rows` are written.
@@ -592,6 +599,60 @@ class FwdSm90:
                 if query < rows:
                     seen = sees_keys(limits, r, cfg)
                     g_lse[query, head_q] = self.policy.final_lse(lse[r], seen, side, query, head_q, batch)
+        if cutlass.const_expr(cfg.o_direct):
+            self.store_rows(out, g_o, row0, rows)
+        else:
+            self.stage_and_store(out, s_o, atom_o, g_o, m_block, warpgroup, warp_idx, tid)
+
+    @cute.jit
+    def store_rows(self, out, g_o: cute.Tensor, row0: Int32, rows: Int32):
+        """O from registers to the `rows` rows of g_o, 16 bytes a lane and access.
+
+        Of the four lanes of a row, lane q has columns 2q and 2q + 1 of every 8, a word. They exchange the words of 32
+        columns, so that lane q gets all four of the q-th 8 columns: with the lane that differs in bit 0, then in bit 1.
+        """
+        cfg, g = self.cfg, self.cfg.pack_gqa
+        values = cute.make_tensor(out[0].iterator, cute.make_layout(cute.size(out[0])))
+        narrow = cute.make_rmem_tensor_like(values, self.out_type)
+        narrow.store(values.load().to(self.out_type))
+        words = cute.recast_tensor(narrow, Uint32)  # word r + 2 j: row ROW_STEP r, of columns 8 j to 8 j + 7
+        lane = cute.arch.lane_idx()
+        low, first = lane % 2 == 0, lane % 4 < 2
+        for r in cutlass.range_constexpr(2):
+            row = row0 + ROW_STEP * r
+            query = row // g
+            own = cute.domain_offset((row % g, query, lane % 4 * 8), g_o)
+            for c in cutlass.range_constexpr(cfg.v_columns // 32):
+                pairs = []
+                for j in cutlass.range_constexpr(4 * c, 4 * c + 4, 2):
+                    a, b = words[r + 2 * j], words[r + 2 * j + 2]
+                    other = cute.arch.shuffle_sync_bfly(b if low else a, offset=1)
+                    pairs.append((a if low else other, other if low else b))
+                mine = cute.make_rmem_tensor(4, Uint32)
+                for i in cutlass.range_constexpr(2):
+                    other = cute.arch.shuffle_sync_bfly(pairs[1][i] if first else pairs[0][i], offset=2)
+                    mine[i] = pairs[0][i] if first else other
+                    mine[i + 2] = other if first else pairs[1][i]
+                if query < rows and lane % 4 * 8 + 32 * c < cfg.head_dim_v:
+                    at = (own.iterator + 32 * c).align(16)
+                    cute.autovec_copy(
+                        cute.recast_tensor(mine, self.out_type), cute.make_tensor(at, cute.make_layout(8))
+                    )
+
+    @cute.jit
+    def stage_and_store(
+        self,
+        out,
+        s_o: cute.Tensor,
+        atom_o: cute.CopyAtom,
+        g_o: cute.Tensor,
+        m_block: Int32,
+        warpgroup: Int32,
+        warp_idx: Int32,
+        tid: Int32,
+    ):
+        """O from registers to shared memory, and by TMA to tile m_block of g_o; see `epilogue`."""
+        cfg = self.cfg
         # the warp that stores waits until the last tile's O has been read, the warpgroup for that warp; then it writes
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=Barrier.STORE + warpgroup, number_of_threads=128)
@@ -629,168 +690,3 @@ class FwdSm90:
                 )
                 cute.copy(atom_o, t_s, t_g)
             cute.arch.cp_async_bulk_commit_group()
-
-
-class Fwd8bitSm90(FwdSm90):
-    """One 8-bit configuration. Call it inside `cute.compile` with (fake) tensors."""
-
-    def __init__(self, cfg: FwdConfig):
-        cfg.check()
-        policy = Fp8Policy(cfg)
-        super().__init__(cfg, policy, Mainloop8bit(cfg, policy))
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        vt: cute.Tensor,
-        q_scale: cute.Tensor,
-        k_scale: cute.Tensor,
-        v_scale: cute.Tensor,
-        lse_add: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor,
-        softmax_scale: Float32,
-        softmax_scale_log2: Float32,
-        sms: Int32,
-        turn: Int32,
-        slopes,
-        sinks,
-        softcap_factor,
-        window_left,
-        window_right,
-        stream,
-    ):
-        """Arguments from slopes on are None where the configuration has no use for them."""
-        vt = cute.make_tensor(vt.iterator, cute.select(vt.layout, [2, 3, 1, 0]))  # (d, s, h, b)
-        side = (*[heads_last(t) for t in (q_scale, k_scale, v_scale, lse_add)], softmax_scale)
-        side = (*side, slopes, sinks, softcap_factor, window_left, window_right)
-        self.launch(q, k, vt, side, o, lse, softmax_scale_log2, sms, turn, stream)
-
-
-class Fwd8bitVarlenSm90(Fwd8bitSm90):
-    """One 8-bit configuration for sequences of unlike length. Call it inside `cute.compile` with (fake) tensors."""
-
-    @cute.jit
-    def __call__(
-        self,
-        # with a mode of one batch, of stride 0, in front of all that has one in `Fwd8bitSm90`
-        q: cute.Tensor,
-        k: cute.Tensor,
-        vt: cute.Tensor,  # (1, heads_k, head_dim_v, slots of 256 keys), see common/varlen.py for slots
-        q_scale: cute.Tensor,
-        k_scale: cute.Tensor,  # (1, heads_k, slots of 256 keys, in each 4 scales)
-        v_scale: cute.Tensor,  # (1, heads_k, slots of 256 keys)
-        lse_add: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor,
-        cu_seqlens_q: cute.Tensor,
-        cu_seqlens_k: cute.Tensor,
-        counter: cute.Tensor,
-        softmax_scale: Float32,
-        softmax_scale_log2: Float32,
-        sms: Int32,
-        keys_in_turn: Int32,
-        slopes,
-        sinks,
-        softcap_factor,
-        window_left,
-        window_right,
-        stream,
-    ):
-        vt = cute.make_tensor(vt.iterator, cute.select(vt.layout, [2, 3, 1, 0]))  # (d, s, h, b)
-        side = (*[heads_last(t) for t in (q_scale, k_scale, v_scale, lse_add)], softmax_scale)
-        side = (*side, slopes, sinks, softcap_factor, window_left, window_right)
-        lengths = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k, Int32(0), counter, keys_in_turn)
-        self.launch(q, k, vt, side, o, lse, softmax_scale_log2, sms, Int32(1), stream, lengths)
-
-    @cute.jit
-    def side_of(
-        self, side, batch: Int32, first_row: Int32, seqlen_q: Int32, first_key: Int32, seqlen_k: Int32
-    ):
-        q_scale, k_scale, v_scale, lse_add = side[:4]
-        slot = first_slot(first_key, batch, V_SCALE_SHIFT)
-        groups = (seqlen_k + (K_SCALE_GROUP - 1)) // K_SCALE_GROUP
-        return (
-            rows_between(q_scale, first_row, seqlen_q),
-            rows_between(k_scale, slot * (V_SCALE_GROUP // K_SCALE_GROUP), groups),
-            rows_between(v_scale, slot, v_scale.shape[0] - slot),
-            rows_between(lse_add, first_row, seqlen_q),
-            *side[4:],
-        )
-
-
-class Fwd16bitSm90(FwdSm90):
-    """One 16-bit configuration. Call it inside `cute.compile` with (fake) tensors."""
-
-    def __init__(self, cfg: Fwd16Config):
-        cfg.check()
-        policy = Policy16bit(cfg)
-        super().__init__(cfg, policy, Mainloop16bit(cfg, policy))
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor,
-        slopes: cute.Tensor,
-        sinks: cute.Tensor,
-        softmax_scale_log2: Float32,
-        softcap_factor: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        sms: Int32,
-        turn: Int32,
-        stream,
-    ):
-        side = (slopes, sinks, softcap_factor, window_left, window_right)
-        v = cute.make_tensor(v.iterator, cute.select(v.layout, [3, 1, 2, 0]))  # (d, s, h, b)
-        self.launch(q, k, v, side, o, lse, softmax_scale_log2, sms, turn, stream)
-
-
-class Fwd16bitVarlenSm90(Fwd16bitSm90):
-    """One 16-bit configuration for sequences of unlike length. Call it inside `cute.compile` with (fake) tensors."""
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,  # (rows, heads_q, head_dim)
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor,  # (heads_q, rows)
-        slopes: cute.Tensor,
-        sinks: cute.Tensor,
-        cu_seqlens_q: cute.Tensor,
-        cu_seqlens_k: cute.Tensor,
-        seqused_k: cute.Tensor,  # (batch,), or anything where has_used is 0
-        counter: cute.Tensor,
-        softmax_scale_log2: Float32,
-        softcap_factor: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        has_used: Int32,
-        sms: Int32,
-        keys_in_turn: Int32,  # under a causal mask, keys of all heads whose tiles are mixed in the order of work
-        stream,
-    ):
-        side = (slopes, sinks, softcap_factor, window_left, window_right)
-        q, k, v, o, lse = one_batch(q), one_batch(k), one_batch(v), one_batch(o), one_batch(lse)
-        v = cute.make_tensor(v.iterator, cute.select(v.layout, [3, 1, 2, 0]))  # (d, s, h, b)
-        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, has_used, counter, keys_in_turn)
-        self.launch(q, k, v, side, o, lse, softmax_scale_log2, sms, Int32(1), stream, lengths)
-
-
-def rows_between(x: cute.Tensor, first: Int32, rows: Int32) -> cute.Tensor:
-    """`rows` rows of (rows, heads, batch) from row `first` on."""
-    start = cute.domain_offset((first, 0, 0), x).iterator
-    return cute.make_tensor(start, cute.make_layout((rows, *x.shape[1:]), stride=x.stride))
-
-
-def heads_last(x: cute.Tensor) -> cute.Tensor:
-    """(batch, heads, rows) -> (rows, heads, batch)."""
-    return cute.make_tensor(x.iterator, cute.select(x.layout, [2, 1, 0]))

@@ -68,7 +68,7 @@ class Mainloop:
         self.cfg = cfg
         self.policy = policy
         # Q is released under the last step: where it has one stage, that of the next tile comes in time
-        self.q_early = isinstance(cfg, FwdConfig) and cfg.q_stages == 1 and not cfg.window
+        self.q_early = cfg.q_stages == 1 and (cfg.overlap if isinstance(cfg, Fwd16Config) else not cfg.window)
         # CTAs that a load of K or V goes to
         self.receivers = None if cfg.cluster == 1 else cutlass.Int16((1 << cfg.cluster) - 1)
 
@@ -165,13 +165,11 @@ class Mainloop:
 
     @cute.jit
     def end(self, pipes, states):
-        """Let Q of a later work tile in, unless O of this one takes its place first."""
+        """Let Q of a later work tile in."""
         state_q, stage = states
-        if const_expr(self.q_early):
-            state_q.advance()
-        elif const_expr(not self.cfg.o_in_q):
+        if const_expr(not self.q_early):
             pipes[0].consumer_release(state_q)  # one lane of each warp: it reads this Q no more
-            state_q.advance()
+        state_q.advance()
         return state_q, stage
 
 
@@ -458,6 +456,8 @@ class Mainloop16bit(Mainloop):
                         True, blocks - 1 - j, frags, inputs, softmax_state, out, p, pipes, stages
                     )
             stage, stage_v = stages
+            if const_expr(self.q_early):
+                pipes[0].consumer_release(state_q)  # one lane of each warp: it reads this Q no more
             self.last_step(frags, out, p, pipes, stage_v)
         else:
             self.await_turn()

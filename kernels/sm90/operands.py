@@ -36,3 +36,8 @@ def row_max(value: Float32, nan: cutlass.Constexpr = False) -> Float32:
 def opaque_zero() -> Float32:
     """Zero, set where it is called: a constant would be set behind the fence of the product that names it."""
     return cute.arch.inline_ptx("mov.f32 {$w0}, 0f00000000;", write_only_types=[Float32])
+
+
+def heads_last(x: cute.Tensor) -> cute.Tensor:
+    """(batch, heads, rows) -> (rows, heads, batch)."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, [2, 1, 0]))
