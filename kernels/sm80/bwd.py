@@ -50,9 +50,8 @@ class KeyTile(NamedTuple):
 
     n_block: Int32
     entry: Int32  # of the batch, 0 with `varlen`
-    head_k: Int32
-    end_head: Int32  # of its query heads
-    # Read from there with `varlen`, else known without:
+    first_head: Int32  # of the query heads
+    end_head: Int32
     visited: Int32  # seqlen_q, or 0 where no query sees the tile
     seqlen_q: Int32
     seqlen_k: Int32
@@ -190,15 +189,16 @@ class Bwd16Sm80Main:
             entry, slot = Int32(0), first_slot(row0, batch, slot_shift(cfg.tile_m))
         end_head = head_k * group + group
         lengths = (visited, seqlen_q, seqlen_k, batch, row0, slot, key0, stored)
-        of_cta = KeyTile(n_block, entry, head_k, end_head, *lengths)
+        of_cta = KeyTile(n_block, entry, head_k * group, end_head, *lengths)
         blocks = self.blocks(of_cta, scoring)
 
         smem = SmemAllocator().allocate_tensor(cutlass.Uint8, cute.make_layout(cfg.smem_bytes), 128)
         shared = self.share(smem.iterator.toint())
         queries = Queries(m_q, m_do, workspace[2].shape[2], *[x.iterator.toint() for x in workspace])
         if tid == 0:
-            for i in cutlass.range_constexpr(12 if cfg.varlen else 4):
+            for i in cutlass.range_constexpr(12):
                 store_word(shared.key_tile + 4 * i, of_cta[i])
+            store_word(shared.key_tile + 48, head_k)
         for tensor, tile, base, dim in (
             (m_k, step.qk, shared.k, cfg.head_dim),
             (m_v, step.v, shared.v, cfg.head_dim_v),
@@ -213,22 +213,22 @@ class Bwd16Sm80Main:
         cute.arch.sync_threads()  # all threads: the key tile is written
 
         dk, dv = step.new_accumulators(step.dk_blocks), step.new_accumulators(step.dv_blocks)
-        stage, head = Int32(0), head_k * group
-        while head < self.key_tile(shared, scoring).end_head:
+        head = head_k * group
+        while head < self.key_tile(shared).end_head:
             slope = Float32(0.0)
             if const_expr(cfg.alibi):
-                slope = m_slopes[self.key_tile(shared, scoring).sequence, head] * Float32(LOG2_E)
+                slope = m_slopes[self.key_tile(shared).sequence, head] * Float32(LOG2_E)
             more = (shared, queries, scoring, slope, dk, dv)
-            m = self.blocks(self.key_tile(shared, scoring), scoring)[0]
-            while m < self.blocks(self.key_tile(shared, scoring), scoring)[1]:
-                stage = self.take(True, m, stage, head, *more)
+            m = self.blocks(self.key_tile(shared), scoring)[0]
+            while m < self.blocks(self.key_tile(shared), scoring)[1]:
+                self.take(True, m, head, *more)
                 m += 1
-            while m < self.blocks(self.key_tile(shared, scoring), scoring)[2]:
-                stage = self.take(False, m, stage, head, *more)
+            while m < self.blocks(self.key_tile(shared), scoring)[2]:
+                self.take(False, m, head, *more)
                 m += 1
             if const_expr(cfg.window):
-                while m < self.blocks(self.key_tile(shared, scoring), scoring)[3]:
-                    stage = self.take(True, m, stage, head, *more)
+                while m < self.blocks(self.key_tile(shared), scoring)[3]:
+                    self.take(True, m, head, *more)
                     m += 1
             head += 1
 
@@ -237,7 +237,7 @@ class Bwd16Sm80Main:
         # The thread: its copies have arrived, of K and V where there was no step.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()  # all threads: nobody reads or fills K and V any more
-        tid, at = self.thread(), self.key_tile(shared, scoring)
+        tid, at, head_k = self.thread(), self.key_tile(shared), load_words(shared.key_tile + 48)[0]
         warp = cute.arch.make_warp_uniform(tid >> 5)
         self.leave(dk, step.qk, shared.k, tid % 32, warp)
         self.leave(dv, step.v, shared.v, tid % 32, warp)
@@ -246,7 +246,7 @@ class Bwd16Sm80Main:
             (gradients[0], step.qk, shared.k, cfg.head_dim),
             (gradients[1], step.v, shared.v, cfg.head_dim_v),
         ):
-            target, key = tensor[at.entry, None, at.head_k, None], at.key0 + at.n_block * cfg.tile_n
+            target, key = tensor[at.entry, None, head_k, None], at.key0 + at.n_block * cfg.tile_n
             self.store_rows(tile, dim, base, target, key, key + at.stored, tid)
 
     @cute.jit
@@ -285,7 +285,7 @@ class Bwd16Sm80Main:
         group = tile.group
         chunk, row, together = tid & (group - 1), tid >> (group.bit_length() - 1), self.cfg.threads // group
         target = base + tile.chunk(row, chunk)
-        row_bytes = Int64(source.stride[0]) * 2
+        row_bytes = self.again(Int64(source.stride[0]) * 2)
         address = source.iterator.toint() + Int64(row0 + row) * row_bytes + 16 * chunk
         for i in cutlass.range_constexpr(-(-rows // together)):
             for j in cutlass.range_constexpr(tile.columns // (8 * group)):
@@ -339,16 +339,16 @@ class Bwd16Sm80Main:
         return cute.arch.shuffle_sync(tid, cute.arch.lane_idx())
 
     @cute.jit
-    def key_tile(self, shared: Shared, scoring: Scoring) -> KeyTile:
+    def key_tile(self, shared: Shared) -> KeyTile:
         """The CTA's, from shared memory."""
-        cfg = self.cfg
-        n_block, entry, head_k, end_head = load_words(shared.key_tile)
-        seqlen_k = scoring.seqlen_k
-        seqlen_q, zero = seqlen_k - scoring.shift, Int32(0)
-        lengths = (seqlen_q, seqlen_q, seqlen_k, entry, zero, zero, zero, seqlen_k - n_block * cfg.tile_n)
-        if const_expr(cfg.varlen):
-            lengths = (*load_words(shared.key_tile + 16), *load_words(shared.key_tile + 32))
-        return KeyTile(n_block, entry, head_k, end_head, *lengths)
+        words = [load_words(shared.key_tile + 16 * i) for i in range(3)]
+        return KeyTile(*words[0], *words[1], *words[2])
+
+    @cute.jit
+    def again(self, x: Int64) -> Int64:
+        """x, of which the compiler knows nothing, see `thread`."""
+        low, high = [cute.arch.make_warp_uniform(Int32(part)) for part in (x, x >> 32)]
+        return (Int64(high) << 32) | Int64(Uint32(low))
 
     @cute.jit
     def blocks(self, at: KeyTile, scoring: Scoring):
@@ -363,7 +363,6 @@ class Bwd16Sm80Main:
         self,
         masking: cutlass.Constexpr,
         m: Int32,
-        stage: Int32,
         head: Int32,
         shared: Shared,
         queries: Queries,
@@ -371,18 +370,18 @@ class Bwd16Sm80Main:
         slope: Float32,
         dk: cute.Tensor,
         dv: cute.Tensor,
-    ) -> Int32:
-        """Query tile m of a head; dk and dv grow in place. Returns the next buffer."""
+    ):
+        """Query tile m of a head; dk and dv grow in place."""
         cfg, step = self.cfg, self.step
-        tid, at = self.thread(), self.key_tile(shared, scoring)
+        tid, at = self.thread(), self.key_tile(shared)
         lane = step.lane(tid & 31, cute.arch.make_warp_uniform(tid >> 5))
-        if const_expr(cfg.varlen):
-            scoring = scoring._replace(seqlen_k=at.seqlen_k, shift=at.seqlen_k - at.seqlen_q)
+        scoring = scoring._replace(seqlen_k=at.seqlen_k, shift=at.seqlen_k - at.seqlen_q)
         blocks = self.blocks(at, scoring)
         next_head, next_m = cute.arch.make_warp_uniform(head), m + 1  # see `thread`
         if next_m == blocks[3]:
             next_head, next_m = next_head + 1, blocks[0]
         more = next_head < at.end_head
+        stage = ((head - at.first_head) * (blocks[3] - blocks[0]) + m - blocks[0]) & 1  # steps alternate
         following = Int32(1) - stage
         q_stage, q_next = (stage, following) if const_expr(cfg.q_stages == 2) else (Int32(0), Int32(0))
         do_stage, do_next = (stage, following) if const_expr(cfg.do_stages == 2) else (Int32(0), Int32(0))
@@ -403,7 +402,7 @@ class Bwd16Sm80Main:
             masking, shared, lane, stages, m * cfg.tile_m, at.n_block * cfg.tile_n, scoring, slope
         )
         cute.arch.sync_threads()  # all threads: P and dS are written
-        tid, at = self.thread(), self.key_tile(shared, scoring)
+        tid, at = self.thread(), self.key_tile(shared)
         lane = step.lane(tid & 31, cute.arch.make_warp_uniform(tid >> 5))
         step.add_dv(dv, shared, lane, stages)
         unit = Int64(self.unit(queries, (at, cute.arch.make_warp_uniform(head), m)))
@@ -425,7 +424,6 @@ class Bwd16Sm80Main:
             self.add_dk_under_dq(dk, dq, address, shared, lane, stages)
         elif const_expr(not cfg.deterministic):
             step.add_dq(dq, address, 0, cute.size(dq))
-        return following
 
     def add_dk_under_dq(self, dk, dq, address, shared: Shared, lane: Lane, stages) -> None:
         """dK of the step; meanwhile dQ leaves, unless it has in its turn."""

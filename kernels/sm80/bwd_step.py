@@ -6,7 +6,7 @@ and dV stay in registers; dQ of the step is added to its sum in global memory.
 
 One step, all warps alike; | is a barrier of the CTA:
 
-    | S; exp, P -> shared memory under dP (before, with masks); dS -> shared memory | dV; dQ; dK, under which dQ leaves
+    | S; exp, P -> shared memory under dP; dS -> shared memory | dV; dQ; dK, under which dQ leaves
 
 The first barrier says that the copies of Q and dO of the step have arrived and that the step before reads shared memory
 no more; behind it those of the next step start, into the other buffers. The second says that P and dS are written. What
@@ -311,15 +311,12 @@ class BwdStep:
                 target = self.score_target(shared.p, lane, n, m)
                 self.probabilities(masking, n, m, s, target, lse2, place, scoring, slope)
 
-        if const_expr(masking):  # few steps, and under the products masks would not fit into registers
-            for step in cutlass.range_constexpr(depth):
-                exponentiate(step)
         self.product(
             dp,
             self.along_rows(self.v, do, lane.s_do, rows, s_rows),
             self.along_rows(self.v, shared.v, lane.s_v, columns, s_columns),
             depth,
-            None if const_expr(masking) else exponentiate,
+            exponentiate,
         )
         d_rows = self.row_values(shared.d_rows + stages[1] * (cfg.tile_m * 4), lane)
         self.score_gradients(s, dp, d_rows, shared.ds, lane)
