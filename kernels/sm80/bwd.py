@@ -50,8 +50,8 @@ class KeyTile(NamedTuple):
 
     n_block: Int32
     entry: Int32  # of the batch, 0 with `varlen`
-    first_head: Int32  # of the query heads
-    end_head: Int32
+    head: Int32  # query head of the step
+    end_head: Int32  # of the query heads
     visited: Int32  # seqlen_q, or 0 where no query sees the tile
     seqlen_q: Int32
     seqlen_k: Int32
@@ -207,30 +207,36 @@ class Bwd16Sm80Main:
             self.copy_rows(tile, cfg.tile_n, dim, base, source, key, key0 + seqlen_k, tid)
         if blocks[0] < blocks[3]:
             for of_do in cutlass.range_constexpr(2):
-                first = (of_cta, head_k * group, blocks[0])
-                self.copy_queries(of_do, queries, first, shared, Int32(0), tid)
+                first = (of_cta, of_cta.head, blocks[0])
+                stage = self.stage(of_cta, blocks[0], blocks)
+                if const_expr((cfg.q_stages, cfg.do_stages)[of_do] == 1):
+                    stage = Int32(0)
+                self.copy_queries(of_do, queries, first, shared, stage, tid)
         cute.arch.cp_async_commit_group()
         cute.arch.sync_threads()  # all threads: the key tile is written
 
         dk, dv = step.new_accumulators(step.dk_blocks), step.new_accumulators(step.dv_blocks)
-        head = head_k * group
-        while head < self.key_tile(shared).end_head:
+        while self.heads_left(shared) > 0:
             slope = Float32(0.0)
             if const_expr(cfg.alibi):
-                slope = m_slopes[self.key_tile(shared).sequence, head] * Float32(LOG2_E)
+                at = self.key_tile(shared)
+                slope = m_slopes[at.sequence, at.head] * Float32(LOG2_E)
             more = (shared, queries, scoring, slope, dk, dv)
             m = self.blocks(self.key_tile(shared), scoring)[0]
             while m < self.blocks(self.key_tile(shared), scoring)[1]:
-                self.take(True, m, head, *more)
+                self.take(True, m, *more)
                 m += 1
             while m < self.blocks(self.key_tile(shared), scoring)[2]:
-                self.take(False, m, head, *more)
+                self.take(False, m, *more)
                 m += 1
             if const_expr(cfg.window):
                 while m < self.blocks(self.key_tile(shared), scoring)[3]:
-                    self.take(True, m, head, *more)
+                    self.take(True, m, *more)
                     m += 1
-            head += 1
+            cute.arch.sync_threads()  # all threads: nobody reads the head any more
+            if self.thread() == 0:
+                store_word(shared.key_tile + 8, self.key_tile(shared).head + 1)
+            cute.arch.sync_threads()  # all threads: the next one is written
 
         for i in cutlass.range_constexpr(cute.size(dk)):
             dk[i] = dk[i] * softmax_scale
@@ -285,7 +291,7 @@ class Bwd16Sm80Main:
         group = tile.group
         chunk, row, together = tid & (group - 1), tid >> (group.bit_length() - 1), self.cfg.threads // group
         target = base + tile.chunk(row, chunk)
-        row_bytes = self.again(Int64(source.stride[0]) * 2)
+        row_bytes = self.again(Int64(source.stride[0])) * 2
         address = source.iterator.toint() + Int64(row0 + row) * row_bytes + 16 * chunk
         for i in cutlass.range_constexpr(-(-rows // together)):
             for j in cutlass.range_constexpr(tile.columns // (8 * group)):
@@ -351,6 +357,15 @@ class Bwd16Sm80Main:
         return (Int64(high) << 32) | Int64(Uint32(low))
 
     @cute.jit
+    def heads_left(self, shared: Shared) -> Int32:
+        at = self.key_tile(shared)
+        return at.end_head - at.head
+
+    def stage(self, at: KeyTile, m: Int32, blocks) -> Int32:
+        """Buffer of query tile m where there are two: that of the step before was the other one."""
+        return ((at.end_head - at.head) * (blocks[3] - blocks[0]) - m + blocks[0]) & 1
+
+    @cute.jit
     def blocks(self, at: KeyTile, scoring: Scoring):
         """`query_blocks` of the key tile."""
         window = (scoring.left, scoring.right)
@@ -363,7 +378,6 @@ class Bwd16Sm80Main:
         self,
         masking: cutlass.Constexpr,
         m: Int32,
-        head: Int32,
         shared: Shared,
         queries: Queries,
         scoring: Scoring,
@@ -371,17 +385,17 @@ class Bwd16Sm80Main:
         dk: cute.Tensor,
         dv: cute.Tensor,
     ):
-        """Query tile m of a head; dk and dv grow in place."""
+        """Query tile m of the head; dk and dv grow in place."""
         cfg, step = self.cfg, self.step
         tid, at = self.thread(), self.key_tile(shared)
         lane = step.lane(tid & 31, cute.arch.make_warp_uniform(tid >> 5))
         scoring = scoring._replace(seqlen_k=at.seqlen_k, shift=at.seqlen_k - at.seqlen_q)
         blocks = self.blocks(at, scoring)
-        next_head, next_m = cute.arch.make_warp_uniform(head), m + 1  # see `thread`
+        next_head, next_m = at.head, m + 1
         if next_m == blocks[3]:
             next_head, next_m = next_head + 1, blocks[0]
         more = next_head < at.end_head
-        stage = ((head - at.first_head) * (blocks[3] - blocks[0]) + m - blocks[0]) & 1  # steps alternate
+        stage = self.stage(at, m, blocks)
         following = Int32(1) - stage
         q_stage, q_next = (stage, following) if const_expr(cfg.q_stages == 2) else (Int32(0), Int32(0))
         do_stage, do_next = (stage, following) if const_expr(cfg.do_stages == 2) else (Int32(0), Int32(0))
@@ -405,7 +419,7 @@ class Bwd16Sm80Main:
         tid, at = self.thread(), self.key_tile(shared)
         lane = step.lane(tid & 31, cute.arch.make_warp_uniform(tid >> 5))
         step.add_dv(dv, shared, lane, stages)
-        unit = Int64(self.unit(queries, (at, cute.arch.make_warp_uniform(head), m)))
+        unit = Int64(self.unit(queries, (at, at.head, m)))
         address = queries.dq_sum + unit * (cfg.tile_m * cfg.qk_columns * 4) + lane.dq
         if const_expr(cfg.q_stages == 1):
             step.add_dk(dk, shared, lane, stages)
