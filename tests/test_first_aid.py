@@ -415,7 +415,9 @@ def test_unknown_forms_of_caches() -> None:
 
 
 def test_compile_command_takes_caches() -> None:
-    configs = compile._chosen_decode([(64, 64)], ["fp16"], [frozenset({"sinks"})], [1, 16], ["e4m3-paged"])
+    configs = compile._chosen_decode(
+        [(64, 64)], ["fp16"], [frozenset({"sinks"})], [1, 16], ["e4m3-paged"], "sm_89"
+    )
     token = {"cache": "e4m3", "scales": "token"}
     assert configs == [
         decode_plan.decode_config(64, 64, "fp16", rows=1, page_size=16, sinks=True, **token),
