@@ -16,16 +16,11 @@ class _Tile(NamedTuple):
     tile_n: int
     warps: int
     plain: bool = False  # not with softcap or ALiBi, whose values beside twice the scores would not fit
-    causal: bool = False  # only with a causal mask
-    arch: str | None = None  # only for this one
-    overlap: bool = True  # as in `Bwd16Sm80Config`
 
 
-# The first that fits serves: the largest whose dK and dV fill no more than half the registers of an SM. Under a causal
-# mask two CTAs of 4 warps hide more than one of 8, on Hopper, whose shared memory holds two.
+# The first that fits serves: the largest whose dK and dV fill no more than half the registers of an SM.
 _TILES: Final = (
     _Tile(64, 128, 128, 8, plain=True),
-    _Tile(128, 64, 64, 4, causal=True, arch="sm_90a"),
     _Tile(128, 64, 128, 8),
     _Tile(256, 64, 64, 8),
 )
@@ -75,7 +70,6 @@ def backward16_sm80_config(
             _share(tile.tile_m, tile.warps, qk_columns),
         )
         fits = columns <= tile.columns and not (tile.plain and (softcap or alibi))
-        fits = fits and causal >= tile.causal and tile.arch in (None, arch)
         if fits and None not in shares:
             break
     config = Bwd16Sm80Config(
@@ -94,7 +88,6 @@ def backward16_sm80_config(
         alibi=alibi,
         deterministic=deterministic,
         varlen=varlen,
-        overlap=tile.overlap,
         arch=arch,
     )
     for q_stages, do_stages in _STAGES:
@@ -120,11 +113,12 @@ def all_backward16_sm80_configs() -> list[Bwd16Sm80Config]:
     """A sample for tests: every tile of the tables, every feature, every target."""
     every = {"window": True, "softcap": True, "alibi": True, "deterministic": True}
     return [
+        backward16_sm80_config(64, 64, "bf16", arch="sm_80"),
         backward16_sm80_config(64, 64, "bf16", arch="sm_80", **every),
         backward16_sm80_config(128, 128, "bf16", arch="sm_80", causal=True),
-        backward16_sm80_config(128, 128, "fp16", arch="sm_90a", window=True, softcap=True, alibi=True),
+        backward16_sm80_config(128, 128, "fp16", arch="sm_90a", **every, varlen=True),
         backward16_sm80_config(256, 256, "bf16", arch="sm_80", **every),
-        backward16_sm80_config(40, 64, "fp16", arch="sm_86", causal=True),
+        backward16_sm80_config(40, 64, "fp16", arch="sm_86", causal=True, varlen=True),
         backward16_sm80_config(128, 96, "bf16", arch="sm_89", **every),
         backward16_sm80_config(192, 128, "bf16", arch="sm_86", causal=True),
         backward16_sm80_config(256, 256, "fp16", arch="sm_89", **every),

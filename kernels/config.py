@@ -691,7 +691,6 @@ class Bwd16Sm80Config:
     do_stages: int = 2
     deterministic: bool = False  # key tiles add to dQ in their order
     varlen: bool = False  # sequences of unlike length, their rows behind one another
-    overlap: bool = False  # exponentials stand between the products of dP, not before them
     arch: str = "sm_90a"
 
     dq_parts = 1  # as in Bwd16Config
@@ -722,10 +721,11 @@ class Bwd16Sm80Config:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of a CTA: K, V, the buffers of Q and dO with their rows of lse and D, P and dS."""
+        """Dynamic shared memory of a CTA: K, V, the buffers of Q and dO with their rows of lse and D, P and dS, and 64
+        bytes of the key tile."""
         kv = self.tile_n * (self.qk_columns + self.v_columns) * 2
         q, do = (self.tile_m * (columns * 2 + 4) for columns in (self.qk_columns, self.v_columns))
-        return kv + self.q_stages * q + self.do_stages * do + 2 * self.tile_m * self.tile_n * 2
+        return kv + self.q_stages * q + self.do_stages * do + 2 * self.tile_m * self.tile_n * 2 + 64
 
     @property
     def name(self) -> str:
@@ -733,7 +733,7 @@ class Bwd16Sm80Config:
         mask += "".join(f"_{name}" for name in ("softcap", "alibi", "varlen") if getattr(self, name))
         shares = f"s{self.s_rows}k{self.kv_rows}d{self.dq_rows}"
         steps = f"q{self.q_stages}o{self.do_stages}"
-        steps += "_overlap" * self.overlap + "_deterministic" * self.deterministic
+        steps += "_deterministic" * self.deterministic
         return (
             f"bwd_{target_name(self.arch)}_{self.dtype}_{dims_name(self.head_dim, self.head_dim_v)}_{mask}"
             f"_m{self.tile_m}n{self.tile_n}w{self.warps}{shares}_{steps}"

@@ -29,26 +29,38 @@ from ..common.varlen import first_slot, key_tile, slot_shift, slots_of
 from ..common.warp import copy_16_bytes, copy_16_bytes_or_zeros
 from ..config import Bwd16Sm80Config
 from ..sm90.bwd import Bwd16bitSm90, Bwd16bitVarlenSm90
-from .bwd_step import LOG2_E, BwdStep, Lane, Scoring, Shared, store_word
+from .bwd_step import LOG2_E, BwdStep, Lane, Scoring, Shared, load_words, store_word
 
 
 class Queries(NamedTuple):
-    """What a query tile is read from and added to; the workspace, contiguous, by its global addresses.
-
-    Rows of q and dO are first .. end - 1: all of them, or with `varlen` those of the sequence, whose query tiles are
-    from `slot` on in the workspace, of `tiles` of a head.
-    """
+    """What a query tile is read from and added to; the workspace, contiguous, by its global addresses."""
 
     q: cute.Tensor
     do: cute.Tensor
-    first: Int32
-    end: Int32
-    slot: Int32
-    tiles: Int32
+    tiles: Int32  # query tiles, or slots of them, of a head
     lse2: Int64
     d_rows: Int64
     dq_sum: Int64
     turns: Int64
+
+
+class KeyTile(NamedTuple):
+    """A CTA's key tile, of which `varlen.key_tile` says more. It lies in shared memory, where each step reads what it
+    wants of it: accumulators and fragments leave no registers for it."""
+
+    n_block: Int32
+    entry: Int32  # of the batch, 0 with `varlen`
+    head_k: Int32
+    end_head: Int32  # of its query heads
+    # Read from there with `varlen`, else known without:
+    visited: Int32  # seqlen_q, or 0 where no query sees the tile
+    seqlen_q: Int32
+    seqlen_k: Int32
+    sequence: Int32
+    row0: Int32  # first row in q
+    slot: Int32  # first of the sequence's query tiles in the workspace
+    key0: Int32  # first key in k
+    stored: Int32  # keys from the tile's first to the end in k
 
 
 class Bwd16Sm80Main:
@@ -147,8 +159,6 @@ class Bwd16Sm80Main:
         )
         if const_expr(cfg.varlen):
             place, stored = key_tile(n_block, head_k, cfg.tile_n, lengths)
-            seqlen_k = place[6]
-            scoring = scoring._replace(seqlen_k=seqlen_k, shift=seqlen_k - place[4])
             if stored > 0:  # the same in all threads
                 self.work(place, stored, scoring, *more)
         else:
@@ -172,62 +182,62 @@ class Bwd16Sm80Main:
         m_q, m_k, m_v, m_do = operands
         n_block, head_k, batch, row0, seqlen_q, key0, seqlen_k = place
         tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(tid >> 5)
         group = m_q.shape[2] // m_k.shape[2]
-        first_head, end_head = head_k * group, head_k * group + group
-        visited, entry, slot = (
-            seqlen_q,
-            batch,
-            Int32(0),
-        )  # of queries; entry of the batch; first slot of the sequence
+        visited, entry, slot = seqlen_q, batch, Int32(0)
         if const_expr(cfg.varlen):
             # a tile of keys that do not count is seen by none
             visited = seqlen_q if n_block * cfg.tile_n < seqlen_k else Int32(0)
             entry, slot = Int32(0), first_slot(row0, batch, slot_shift(cfg.tile_m))
-        blocks = self.blocks((n_block, entry, first_head, end_head, visited, seqlen_k), scoring)
-        key = key0 + n_block * cfg.tile_n
+        end_head = head_k * group + group
+        lengths = (visited, seqlen_q, seqlen_k, batch, row0, slot, key0, stored)
+        of_cta = KeyTile(n_block, entry, head_k, end_head, *lengths)
+        blocks = self.blocks(of_cta, scoring)
 
         smem = SmemAllocator().allocate_tensor(cutlass.Uint8, cute.make_layout(cfg.smem_bytes), 128)
         shared = self.share(smem.iterator.toint())
-        rows = (row0, row0 + seqlen_q, slot, workspace[2].shape[2])
-        queries = Queries(m_q, m_do, *rows, *[x.iterator.toint() for x in workspace])
+        queries = Queries(m_q, m_do, workspace[2].shape[2], *[x.iterator.toint() for x in workspace])
+        if tid == 0:
+            for i in cutlass.range_constexpr(12 if cfg.varlen else 4):
+                store_word(shared.key_tile + 4 * i, of_cta[i])
         for tensor, tile, base, dim in (
             (m_k, step.qk, shared.k, cfg.head_dim),
             (m_v, step.v, shared.v, cfg.head_dim_v),
         ):
-            self.copy_rows(
-                tile, cfg.tile_n, dim, base, tensor[entry, None, head_k, None], key, key0 + seqlen_k, tid
-            )
+            source, key = tensor[entry, None, head_k, None], key0 + n_block * cfg.tile_n
+            self.copy_rows(tile, cfg.tile_n, dim, base, source, key, key0 + seqlen_k, tid)
         if blocks[0] < blocks[3]:
             for of_do in cutlass.range_constexpr(2):
-                self.copy_queries(of_do, queries, (entry, first_head, blocks[0]), shared, Int32(0), tid)
+                first = (of_cta, head_k * group, blocks[0])
+                self.copy_queries(of_do, queries, first, shared, Int32(0), tid)
         cute.arch.cp_async_commit_group()
+        cute.arch.sync_threads()  # all threads: the key tile is written
 
         dk, dv = step.new_accumulators(step.dk_blocks), step.new_accumulators(step.dv_blocks)
-        stage = Int32(0)
-        for head in cutlass.range(first_head, end_head, unroll=1):
+        stage, head = Int32(0), head_k * group
+        while head < self.key_tile(shared, scoring).end_head:
             slope = Float32(0.0)
             if const_expr(cfg.alibi):
-                slope = m_slopes[batch, head] * Float32(LOG2_E)
+                slope = m_slopes[self.key_tile(shared, scoring).sequence, head] * Float32(LOG2_E)
             more = (shared, queries, scoring, slope, dk, dv)
-            at = (n_block, entry, head, end_head, visited, seqlen_k)
-            part = self.blocks(at, scoring)
-            for m in cutlass.range(part[0], part[1], unroll=1):
-                stage = self.take(True, m, stage, at, *more)
-            part = self.blocks(at, scoring)
-            for m in cutlass.range(part[1], part[2], unroll=1):
-                stage = self.take(False, m, stage, at, *more)
+            m = self.blocks(self.key_tile(shared, scoring), scoring)[0]
+            while m < self.blocks(self.key_tile(shared, scoring), scoring)[1]:
+                stage = self.take(True, m, stage, head, *more)
+                m += 1
+            while m < self.blocks(self.key_tile(shared, scoring), scoring)[2]:
+                stage = self.take(False, m, stage, head, *more)
+                m += 1
             if const_expr(cfg.window):
-                part = self.blocks(at, scoring)
-                for m in cutlass.range(part[2], part[3], unroll=1):
-                    stage = self.take(True, m, stage, at, *more)
+                while m < self.blocks(self.key_tile(shared, scoring), scoring)[3]:
+                    stage = self.take(True, m, stage, head, *more)
+                    m += 1
+            head += 1
 
         for i in cutlass.range_constexpr(cute.size(dk)):
             dk[i] = dk[i] * softmax_scale
         # The thread: its copies have arrived, of K and V where there was no step.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()  # all threads: nobody reads or fills K and V any more
-        tid = self.thread()
+        tid, at = self.thread(), self.key_tile(shared, scoring)
         warp = cute.arch.make_warp_uniform(tid >> 5)
         self.leave(dk, step.qk, shared.k, tid % 32, warp)
         self.leave(dv, step.v, shared.v, tid % 32, warp)
@@ -236,7 +246,8 @@ class Bwd16Sm80Main:
             (gradients[0], step.qk, shared.k, cfg.head_dim),
             (gradients[1], step.v, shared.v, cfg.head_dim_v),
         ):
-            self.store_rows(tile, dim, base, tensor[entry, None, head_k, None], key, key + stored, tid)
+            target, key = tensor[at.entry, None, at.head_k, None], at.key0 + at.n_block * cfg.tile_n
+            self.store_rows(tile, dim, base, target, key, key + at.stored, tid)
 
     @cute.jit
     def share(self, base: Int32) -> Shared:
@@ -251,6 +262,7 @@ class Bwd16Sm80Main:
             cfg.tile_m * step.scores.pitch,
             cfg.q_stages * cfg.tile_m * 4,
             cfg.do_stages * cfg.tile_m * 4,
+            64,
         )
         assert sum(sizes) == cfg.smem_bytes
         return Shared(*[base + sum(sizes[:i]) for i in range(len(sizes))])
@@ -293,7 +305,7 @@ class Bwd16Sm80Main:
         self,
         of_do: cutlass.Constexpr,
         queries: Queries,
-        query_tile,  # entry of the batch, head, query tile
+        query_tile,  # key tile, head, query tile
         shared: Shared,
         stage: Int32,
         tid: Int32,
@@ -303,19 +315,21 @@ class Bwd16Sm80Main:
         tile = step.v if const_expr(of_do) else step.qk
         dim = cfg.head_dim_v if const_expr(of_do) else cfg.head_dim
         base, rows_base = (shared.do, shared.d_rows) if const_expr(of_do) else (shared.q, shared.lse2)
-        entry, head, m = query_tile
-        source = queries[of_do][entry, None, head, None]
+        at, head, m = query_tile
+        source = queries[of_do][at.entry, None, head, None]
         rows = queries.d_rows if const_expr(of_do) else queries.lse2
         base = base + stage * (cfg.tile_m * tile.pitch)
-        self.copy_rows(tile, cfg.tile_m, dim, base, source, queries.first + m * cfg.tile_m, queries.end, tid)
+        self.copy_rows(
+            tile, cfg.tile_m, dim, base, source, at.row0 + m * cfg.tile_m, at.row0 + at.seqlen_q, tid
+        )
         if tid < cfg.tile_m // 4:
             address = rows + Int64(self.unit(queries, query_tile)) * (cfg.tile_m * 4) + tid * 16
             copy_16_bytes(rows_base + stage * (cfg.tile_m * 4) + tid * 16, address)
 
     def unit(self, queries: Queries, query_tile) -> Int32:
         """Number of a query tile in the workspace; query_tile see `copy_queries`."""
-        entry, head, m = query_tile
-        return (entry * queries.q.shape[2] + head) * queries.tiles + queries.slot + m
+        at, head, m = query_tile
+        return (at.entry * queries.q.shape[2] + head) * queries.tiles + at.slot + m
 
     @cute.jit
     def thread(self) -> Int32:
@@ -325,18 +339,22 @@ class Bwd16Sm80Main:
         return cute.arch.shuffle_sync(tid, cute.arch.lane_idx())
 
     @cute.jit
-    def again(self, entry: Int32, head: Int32):
-        """The two, of which the compiler knows nothing, likewise: no addresses of a head live through its loop."""
-        if const_expr(not self.cfg.varlen):
-            entry = cute.arch.make_warp_uniform(entry)
-        return entry, cute.arch.make_warp_uniform(head)
+    def key_tile(self, shared: Shared, scoring: Scoring) -> KeyTile:
+        """The CTA's, from shared memory."""
+        cfg = self.cfg
+        n_block, entry, head_k, end_head = load_words(shared.key_tile)
+        seqlen_k = scoring.seqlen_k
+        seqlen_q, zero = seqlen_k - scoring.shift, Int32(0)
+        lengths = (seqlen_q, seqlen_q, seqlen_k, entry, zero, zero, zero, seqlen_k - n_block * cfg.tile_n)
+        if const_expr(cfg.varlen):
+            lengths = (*load_words(shared.key_tile + 16), *load_words(shared.key_tile + 32))
+        return KeyTile(n_block, entry, head_k, end_head, *lengths)
 
     @cute.jit
-    def blocks(self, place, scoring: Scoring):
-        """`query_blocks` of the key tile, computed anew likewise; place see `take`."""
-        visited, seqlen_k = place[4:]
-        n_block = cute.arch.make_warp_uniform(place[0])
-        return query_blocks(n_block, visited, seqlen_k, (scoring.left, scoring.right), self.cfg)
+    def blocks(self, at: KeyTile, scoring: Scoring):
+        """`query_blocks` of the key tile."""
+        window = (scoring.left, scoring.right)
+        return query_blocks(at.n_block, at.visited, at.seqlen_k, window, self.cfg)
 
     # -- loop -------------------------------------------------------------------------------------------------
 
@@ -346,7 +364,7 @@ class Bwd16Sm80Main:
         masking: cutlass.Constexpr,
         m: Int32,
         stage: Int32,
-        place,
+        head: Int32,
         shared: Shared,
         queries: Queries,
         scoring: Scoring,
@@ -354,26 +372,22 @@ class Bwd16Sm80Main:
         dk: cute.Tensor,
         dv: cute.Tensor,
     ) -> Int32:
-        """Query tile m; dk and dv grow in place. Returns the next buffer.
-
-        place is (key tile, entry of the batch, head, end of the heads, seqlen_q or 0 for a key tile that no query sees,
-        seqlen_k)
-        """
+        """Query tile m of a head; dk and dv grow in place. Returns the next buffer."""
         cfg, step = self.cfg, self.step
-        tid = self.thread()
+        tid, at = self.thread(), self.key_tile(shared, scoring)
         lane = step.lane(tid & 31, cute.arch.make_warp_uniform(tid >> 5))
-        n_block, entry, head, end_head = place[:4]
-        of_batch, next_head = self.again(entry, head)
-        blocks = self.blocks(place, scoring)
-        next_m = m + 1
+        if const_expr(cfg.varlen):
+            scoring = scoring._replace(seqlen_k=at.seqlen_k, shift=at.seqlen_k - at.seqlen_q)
+        blocks = self.blocks(at, scoring)
+        next_head, next_m = cute.arch.make_warp_uniform(head), m + 1  # see `thread`
         if next_m == blocks[3]:
             next_head, next_m = next_head + 1, blocks[0]
-        more = next_head < end_head
+        more = next_head < at.end_head
         following = Int32(1) - stage
         q_stage, q_next = (stage, following) if const_expr(cfg.q_stages == 2) else (Int32(0), Int32(0))
         do_stage, do_next = (stage, following) if const_expr(cfg.do_stages == 2) else (Int32(0), Int32(0))
         stages = (q_stage, do_stage)
-        ahead = (queries, (of_batch, next_head, next_m), shared)
+        ahead = (queries, (at, next_head, next_m), shared)
 
         # The thread: its copies of this step have arrived.
         cute.arch.cp_async_wait_group(0)
@@ -386,13 +400,13 @@ class Bwd16Sm80Main:
                 self.copy_queries(1, *ahead, do_next, tid)
         cute.arch.cp_async_commit_group()
         step.compute_scores(
-            masking, shared, lane, stages, m * cfg.tile_m, n_block * cfg.tile_n, scoring, slope
+            masking, shared, lane, stages, m * cfg.tile_m, at.n_block * cfg.tile_n, scoring, slope
         )
         cute.arch.sync_threads()  # all threads: P and dS are written
-        tid = self.thread()
+        tid, at = self.thread(), self.key_tile(shared, scoring)
         lane = step.lane(tid & 31, cute.arch.make_warp_uniform(tid >> 5))
         step.add_dv(dv, shared, lane, stages)
-        unit = Int64(self.unit(queries, (*self.again(entry, head), m)))
+        unit = Int64(self.unit(queries, (at, cute.arch.make_warp_uniform(head), m)))
         address = queries.dq_sum + unit * (cfg.tile_m * cfg.qk_columns * 4) + lane.dq
         if const_expr(cfg.q_stages == 1):
             step.add_dk(dk, shared, lane, stages)
@@ -405,7 +419,7 @@ class Bwd16Sm80Main:
             cute.arch.cp_async_commit_group()
         dq = step.make_dq(shared, lane)
         if const_expr(cfg.deterministic):
-            before = n_block - first_key_block(m, (0, 0, scoring.shift, scoring.left), cfg)
+            before = at.n_block - first_key_block(m, (0, 0, scoring.shift, scoring.left), cfg)
             step.add_dq_in_turn(dq, address, (queries.turns + unit * 4, before))
         if const_expr(cfg.q_stages == 2):
             self.add_dk_under_dq(dk, dq, address, shared, lane, stages)

@@ -6,7 +6,7 @@ and dV stay in registers; dQ of the step is added to its sum in global memory.
 
 One step, all warps alike; | is a barrier of the CTA:
 
-    | S; exp, P -> shared memory under dP; dS -> shared memory | dV; dQ; dK, under which dQ leaves
+    | S; exp, P -> shared memory under dP (before, with masks); dS -> shared memory | dV; dQ; dK, under which dQ leaves
 
 The first barrier says that the copies of Q and dO of the step have arrived and that the step before reads shared memory
 no more; behind it those of the next step start, into the other buffers. The second says that P and dS are written. What
@@ -44,6 +44,7 @@ class Shared(NamedTuple):
     ds: Int32
     lse2: Int32
     d_rows: Int32
+    key_tile: Int32
 
 
 class Scoring(NamedTuple):
@@ -95,6 +96,15 @@ def add_to_memory(address: Int64, offset: int, value: Float32) -> None:
 def store_word(address: Int32, word: Uint32) -> None:
     """A word to shared memory."""
     cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+def load_words(address: Int32) -> tuple:
+    """Four integers from shared memory, at a multiple of 16 bytes."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
 
 
 def load_float(address: Int32) -> Float32:
@@ -296,20 +306,20 @@ class BwdStep:
         depth = cfg.v_columns // 16
         tiles = [(n, m) for n in range(2 * columns) for m in range(rows)]
 
-        def exponentiate(step: int, steps: int = depth) -> None:
-            for n, m in tiles[len(tiles) * step // steps : len(tiles) * (step + 1) // steps]:
+        def exponentiate(step: int) -> None:
+            for n, m in tiles[len(tiles) * step // depth : len(tiles) * (step + 1) // depth]:
                 target = self.score_target(shared.p, lane, n, m)
                 self.probabilities(masking, n, m, s, target, lse2, place, scoring, slope)
 
-        if const_expr(not cfg.overlap):
-            exponentiate(0, 1)
-
+        if const_expr(masking):  # few steps, and under the products masks would not fit into registers
+            for step in cutlass.range_constexpr(depth):
+                exponentiate(step)
         self.product(
             dp,
             self.along_rows(self.v, do, lane.s_do, rows, s_rows),
             self.along_rows(self.v, shared.v, lane.s_v, columns, s_columns),
             depth,
-            exponentiate if const_expr(cfg.overlap) else None,
+            None if const_expr(masking) else exponentiate,
         )
         d_rows = self.row_values(shared.d_rows + stages[1] * (cfg.tile_m * 4), lane)
         self.score_gradients(s, dp, d_rows, shared.ds, lane)
