@@ -78,7 +78,22 @@ TILES_SM80: Final = (
         why="what two CTAs have room for in shared memory; a square tile hides least under a causal mask",
     ),
     TileSm80(columns=128, small=True, tile_n=32, why="what two CTAs have room for in shared memory"),
-    TileSm80(columns=192, warps=8, ctas=1, why="O of 32 rows a warp would not fit into registers"),
+    TileSm80(
+        columns=192,
+        warps=8,
+        ctas=1,
+        q_in_regs=12,
+        why="O of 32 rows a warp would not fit into registers; that of 16 leaves room for Q",
+    ),
+    TileSm80(
+        columns=256,
+        small=False,
+        features=1,
+        warps=8,
+        ctas=1,
+        q_in_regs=8,
+        why="O of 32 rows a warp would not fit into registers; that of 16 leaves room for half of Q",
+    ),
     TileSm80(
         columns=256, small=False, warps=8, ctas=1, why="O of 32 rows a warp would not fit into registers"
     ),
@@ -191,5 +206,5 @@ def all_forward16_sm80_configs() -> list[Fwd16Sm80Config]:
         forward16_sm80_config(128, 128, "bf16", arch="sm_89", causal=True),
         forward16_sm80_config(120, 128, "bf16", arch="sm_86", window=True, varlen=True, **every),
         forward16_sm80_config(192, 128, "fp16", arch="sm_86", causal=True, varlen=True),
-        forward16_sm80_config(256, 256, "bf16", arch="sm_80", causal=True, **every),
+        forward16_sm80_config(256, 256, "bf16", arch="sm_80", causal=True, sinks=True),
     ]

@@ -175,9 +175,9 @@ def kernels(
                 found[chosen.quantize_config] = None
                 found[chosen.config] = None
                 if varlen and fp8_varlen.takes_recipe(problem.recipe):
-                    unlike = _varlen_plan(replace(problem, causal=shapes.causal))
-                    found[unlike.quantize_config] = None
-                    found[unlike.config] = None
+                    mixed = _varlen_plan(replace(problem, causal=shapes.causal))
+                    found[mixed.quantize_config] = None
+                    found[mixed.config] = None
     if EXACT in asked or not eight:
         for _, seqlen, cuts in lengths:
             found[_config16(shapes, seqlen, cuts, arch)] = None

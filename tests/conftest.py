@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -25,6 +26,12 @@ def _no_hopper() -> str | None:
 
 # Tests make many small operations: threads cost more than they give, ten times as much on a busy machine.
 torch.set_num_threads(1)
+
+# Kernels are compiled beside the tests: that something takes long says nothing about it.
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy machine")
 
 NO_HOPPER = _no_hopper()
 if NO_HOPPER is not None:

@@ -415,8 +415,10 @@ def test_unknown_forms_of_caches() -> None:
 
 
 def test_compile_command_takes_caches() -> None:
-    configs = compile._chosen_decode([(64, 64)], ["fp16"], [frozenset({"sinks"})], [1, 16], ["e4m3-paged"])
-    token = {"cache": "e4m3", "scales": "token"}
+    configs = compile._chosen_decode(
+        [(64, 64)], ["fp16"], [frozenset({"sinks"})], [1, 16], ["e4m3-paged"], "sm_89"
+    )
+    token = {"cache": "e4m3", "scales": "token", "arch": "sm_89"}
     assert configs == [
         decode_plan.decode_config(64, 64, "fp16", rows=1, page_size=16, sinks=True, **token),
         decode_plan.decode_config(64, 64, "fp16", rows=16, page_size=16, sinks=True, **token),
