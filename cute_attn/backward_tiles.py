@@ -16,14 +16,12 @@ class _Tile(NamedTuple):
     tile_n: int
     warps: int
     plain: bool = False  # not with softcap or ALiBi, whose values beside twice the scores would not fit
-    full: bool = False  # not with a mask, nor for sequences of unlike length, whose bounds would not fit
 
 
 # The first that fits serves: the largest whose dK and dV fill no more than half the registers of an SM.
 _TILES: Final = (
     _Tile(64, 128, 128, 8, plain=True),
-    _Tile(64, 64, 128, 8),
-    _Tile(128, 64, 128, 8, full=True),
+    _Tile(128, 64, 128, 8),
     _Tile(256, 64, 64, 8),
 )
 _TILES_99_KB: Final = (
@@ -72,7 +70,6 @@ def backward16_sm80_config(
             _share(tile.tile_m, tile.warps, qk_columns),
         )
         fits = columns <= tile.columns and not (tile.plain and (softcap or alibi))
-        fits = fits and not (tile.full and (causal or window or varlen))
         if fits and None not in shares:
             break
     config = Bwd16Sm80Config(

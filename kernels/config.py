@@ -721,11 +721,11 @@ class Bwd16Sm80Config:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of a CTA: K, V, the buffers of Q and dO with their rows of lse and D, P and dS, and 64
+        """Dynamic shared memory of a CTA: K, V, the buffers of Q and dO with their rows of lse and D, P and dS, and 96
         bytes of the key tile."""
         kv = self.tile_n * (self.qk_columns + self.v_columns) * 2
         q, do = (self.tile_m * (columns * 2 + 4) for columns in (self.qk_columns, self.v_columns))
-        return kv + self.q_stages * q + self.do_stages * do + 2 * self.tile_m * self.tile_n * 2 + 64
+        return kv + self.q_stages * q + self.do_stages * do + 2 * self.tile_m * self.tile_n * 2 + 96
 
     @property
     def name(self) -> str:

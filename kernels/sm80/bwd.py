@@ -46,7 +46,8 @@ class Queries(NamedTuple):
 
 class KeyTile(NamedTuple):
     """A CTA's key tile, of which `varlen.key_tile` says more. It lies in shared memory, where each step reads what it
-    wants of it: accumulators and fragments leave no registers for it."""
+    wants of it: accumulators and fragments leave no registers for it. Behind it lie head_k and, for Q and for dO, where
+    the rows of the entry's head 0 begin and how many bytes they are apart."""
 
     n_block: Int32
     entry: Int32  # of the batch, 0 with `varlen`
@@ -199,11 +200,18 @@ class Bwd16Sm80Main:
             for i in cutlass.range_constexpr(12):
                 store_word(shared.key_tile + 4 * i, of_cta[i])
             store_word(shared.key_tile + 48, head_k)
+            for i in cutlass.range_constexpr(2):
+                rows = (m_q, m_do)[i][entry, None, 0, None]
+                for j in cutlass.range_constexpr(2):
+                    long = (rows.iterator.toint(), Int64(rows.stride[0]) * 2)[j]
+                    store_word(shared.key_tile + (64 + 16 * i + 8 * j), Int32(long))
+                    store_word(shared.key_tile + (68 + 16 * i + 8 * j), Int32(long >> 32))
         for tensor, tile, base, dim in (
             (m_k, step.qk, shared.k, cfg.head_dim),
             (m_v, step.v, shared.v, cfg.head_dim_v),
         ):
-            source, key = tensor[entry, None, head_k, None], key0 + n_block * cfg.tile_n
+            rows, key = tensor[entry, None, head_k, None], key0 + n_block * cfg.tile_n
+            source = (rows.iterator.toint(), Int64(rows.stride[0]) * 2)
             self.copy_rows(tile, cfg.tile_n, dim, base, source, key, key0 + seqlen_k, tid)
         if blocks[0] < blocks[3]:
             for of_do in cutlass.range_constexpr(2):
@@ -268,7 +276,7 @@ class Bwd16Sm80Main:
             cfg.tile_m * step.scores.pitch,
             cfg.q_stages * cfg.tile_m * 4,
             cfg.do_stages * cfg.tile_m * 4,
-            64,
+            96,
         )
         assert sum(sizes) == cfg.smem_bytes
         return Shared(*[base + sum(sizes[:i]) for i in range(len(sizes))])
@@ -282,7 +290,7 @@ class Bwd16Sm80Main:
         rows: cutlass.Constexpr,
         dim: cutlass.Constexpr,
         base: Int32,
-        source: cute.Tensor,  # (seqlen, dim)
+        source,  # address of row 0, bytes between rows
         row0: Int32,
         seqlen: Int32,
         tid: Int32,
@@ -291,8 +299,8 @@ class Bwd16Sm80Main:
         group = tile.group
         chunk, row, together = tid & (group - 1), tid >> (group.bit_length() - 1), self.cfg.threads // group
         target = base + tile.chunk(row, chunk)
-        row_bytes = self.again(Int64(source.stride[0])) * 2
-        address = source.iterator.toint() + Int64(row0 + row) * row_bytes + 16 * chunk
+        start, row_bytes = source
+        address = start + Int64(row0 + row) * row_bytes + 16 * chunk
         for i in cutlass.range_constexpr(-(-rows // together)):
             for j in cutlass.range_constexpr(tile.columns // (8 * group)):
                 inside = row0 + row + i * together < seqlen
@@ -322,7 +330,9 @@ class Bwd16Sm80Main:
         dim = cfg.head_dim_v if const_expr(of_do) else cfg.head_dim
         base, rows_base = (shared.do, shared.d_rows) if const_expr(of_do) else (shared.q, shared.lse2)
         at, head, m = query_tile
-        source = queries[of_do][at.entry, None, head, None]
+        words = load_words(shared.key_tile + (64 + 16 * of_do))
+        start, row_bytes = [(Int64(words[i + 1]) << 32) | Int64(Uint32(words[i])) for i in (0, 2)]
+        source = (start + Int64(head) * queries[of_do].stride[2] * 2, row_bytes)
         rows = queries.d_rows if const_expr(of_do) else queries.lse2
         base = base + stage * (cfg.tile_m * tile.pitch)
         self.copy_rows(
@@ -349,12 +359,6 @@ class Bwd16Sm80Main:
         """The CTA's, from shared memory."""
         words = [load_words(shared.key_tile + 16 * i) for i in range(3)]
         return KeyTile(*words[0], *words[1], *words[2])
-
-    @cute.jit
-    def again(self, x: Int64) -> Int64:
-        """x, of which the compiler knows nothing, see `thread`."""
-        low, high = [cute.arch.make_warp_uniform(Int32(part)) for part in (x, x >> 32)]
-        return (Int64(high) << 32) | Int64(Uint32(low))
 
     @cute.jit
     def heads_left(self, shared: Shared) -> Int32:
