@@ -24,10 +24,10 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from ..any.vectors import widen
 from ..common.floats import bf16_pair, fp16_pair
+from ..common.warp import e4m3_to_fp16
 from ..config import UnpackConfig
 from .append import row_address, words_at
 from .split import Lengths, Splits
-from .warp import e4m3_to_fp16
 
 THREADS = 256  # of a CTA
 WIDTH = 8  # elements of a piece: 16 bytes of the rows
