@@ -16,7 +16,8 @@ class _Tile(NamedTuple):
     tile_n: int
     warps: int
     plain: bool = False  # not with softcap or ALiBi, whose values beside twice the scores would not fit
-    most: int = 4  # of window, softcap, ALiBi and sequences of unlike length together, for the same reason
+    # Likewise: of softcap, ALiBi, sequences of unlike length and a window, which counts twice, at most so many together
+    most: int = 5
 
 
 # The first that fits serves: the largest whose dK and dV fill no more than half the registers of an SM.
@@ -71,7 +72,7 @@ def backward16_sm80_config(
             _share(tile.tile_m, tile.warps, qk_columns),
         )
         fits = columns <= tile.columns and not (tile.plain and (softcap or alibi))
-        fits = fits and window + softcap + alibi + varlen <= tile.most
+        fits = fits and 2 * window + softcap + alibi + varlen <= tile.most
         if fits and None not in shares:
             break
     config = Bwd16Sm80Config(
