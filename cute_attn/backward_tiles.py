@@ -16,14 +16,15 @@ class _Tile(NamedTuple):
     tile_n: int
     warps: int
     plain: bool = False  # not with softcap or ALiBi, whose values beside twice the scores would not fit
-    # Likewise: of softcap, ALiBi, sequences of unlike length and a window, which counts twice, at most so many together
-    most: int = 5
+    # Likewise: whether also with a window, and of softcap, ALiBi and sequences of unlike length how many together
+    window: bool = True
+    most: int = 3
 
 
 # The first that fits serves: the largest whose dK and dV fill no more than half the registers of an SM.
 _TILES: Final = (
     _Tile(64, 128, 128, 8, plain=True),
-    _Tile(128, 64, 128, 8, most=2),
+    _Tile(128, 64, 128, 8, window=False, most=2),
     _Tile(256, 64, 64, 8),
 )
 _TILES_99_KB: Final = (
@@ -72,7 +73,7 @@ def backward16_sm80_config(
             _share(tile.tile_m, tile.warps, qk_columns),
         )
         fits = columns <= tile.columns and not (tile.plain and (softcap or alibi))
-        fits = fits and 2 * window + softcap + alibi + varlen <= tile.most
+        fits = fits and window <= tile.window and softcap + alibi + varlen <= tile.most
         if fits and None not in shares:
             break
     config = Bwd16Sm80Config(
