@@ -16,12 +16,15 @@ class _Tile(NamedTuple):
     tile_n: int
     warps: int
     plain: bool = False  # not with softcap or ALiBi, whose values beside twice the scores would not fit
+    # Likewise: whether also with a window, and of softcap, ALiBi and sequences of unlike length how many together
+    window: bool = True
+    most: int = 3
 
 
 # The first that fits serves: the largest whose dK and dV fill no more than half the registers of an SM.
 _TILES: Final = (
     _Tile(64, 128, 128, 8, plain=True),
-    _Tile(128, 64, 128, 8),
+    _Tile(128, 64, 128, 8, window=False, most=1),
     _Tile(256, 64, 64, 8),
 )
 _TILES_99_KB: Final = (
@@ -70,6 +73,7 @@ def backward16_sm80_config(
             _share(tile.tile_m, tile.warps, qk_columns),
         )
         fits = columns <= tile.columns and not (tile.plain and (softcap or alibi))
+        fits = fits and window <= tile.window and softcap + alibi + varlen <= tile.most
         if fits and None not in shares:
             break
     config = Bwd16Sm80Config(
@@ -116,6 +120,7 @@ def all_backward16_sm80_configs() -> list[Bwd16Sm80Config]:
         backward16_sm80_config(64, 64, "bf16", arch="sm_80"),
         backward16_sm80_config(64, 64, "bf16", arch="sm_80", **every),
         backward16_sm80_config(128, 128, "bf16", arch="sm_80", causal=True),
+        backward16_sm80_config(128, 128, "fp16", arch="sm_90a", alibi=True, deterministic=True),
         backward16_sm80_config(128, 128, "fp16", arch="sm_90a", **every, varlen=True),
         backward16_sm80_config(256, 256, "bf16", arch="sm_80", **every),
         backward16_sm80_config(40, 64, "fp16", arch="sm_86", causal=True, varlen=True),

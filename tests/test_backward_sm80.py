@@ -46,6 +46,8 @@ def test_tiles_are_as_large_as_fits() -> None:
     assert sizes(64, "sm_80") == sizes(64, "sm_90a") == (128, 128, 8, 2, 2)
     assert sizes(64, "sm_80", softcap=True) == (64, 128, 8, 2, 2)
     assert sizes(128, "sm_80") == sizes(128, "sm_90a") == (64, 128, 8, 2, 2)
+    crowded = sizes(128, "sm_80", softcap=True, varlen=True)
+    assert crowded == sizes(128, "sm_90a", window=True) == (64, 64, 8, 2, 2)
     assert sizes(256, "sm_80") == (64, 64, 8, 1, 1)
     assert sizes(256, "sm_90a") == (64, 64, 8, 2, 2)
     assert sizes(128, "sm_86") == sizes(128, "sm_89") == (64, 64, 8, 2, 1)

@@ -23,6 +23,7 @@ from compiled import figures_of, no_spills
 
 from cute_attn import cache, decode_plan, plan, plan16, plan_sm80, tiles
 from cute_attn import compile as compiler
+from cute_attn.backward_tiles import backward16_sm80_config
 from cute_attn.compile import KernelFigures
 from cute_attn.kernels.config import (
     HEAD_DIMS,
@@ -371,14 +372,15 @@ def test_command_for_other_gpus(cache_folder: Path, monkeypatch: pytest.MonkeyPa
         return []
 
     monkeypatch.setattr(compiler, "fill_cache", fill)
-    words = "--arch sm_86 --head-dim 64,192:128 --dtype bf16 --mask causal,window --pack-gqa 1,4 --varlen --jobs 1"
+    words = "--arch sm_86 --head-dim 64,192:128 --dtype bf16 --mask causal,window --pack-gqa 1,4 --varlen --backward"
     assert compiler.main(words.split()) == 0
-    assert len(seen) == len(set(seen)) == 2 * 2 * 2 * 2
+    assert len(seen) == len(set(seen)) == 2 * 2 * 2 * (2 + 1)
     for (d, d_v), mask, varlen in itertools.product(
         ((64, 64), (192, 128)), ("causal", "window"), (False, True)
     ):
         wanted = plan_sm80.forward16_sm80_config(d, d_v, "bf16", arch="sm_86", **{mask: True}, varlen=varlen)
         assert wanted in seen and replace(wanted, pack_gqa=4) in seen
+        assert backward16_sm80_config(d, d_v, "bf16", arch="sm_86", **{mask: True}, varlen=varlen) in seen
 
 
 def test_command_says_what_failed(

@@ -370,6 +370,15 @@ class Bwd16Sm80Main:
         return ((at.end_head - at.head) * (blocks[3] - blocks[0]) - m + blocks[0]) & 1
 
     @cute.jit
+    def behind(self, at: KeyTile, m: Int32, scoring: Scoring):
+        """The query tile behind m, as `copy_queries` takes it, and whether there is one."""
+        blocks = self.blocks(at, scoring)
+        head, m = at.head, m + 1
+        if m == blocks[3]:
+            head, m = head + 1, blocks[0]
+        return (at, head, m), head < at.end_head
+
+    @cute.jit
     def blocks(self, at: KeyTile, scoring: Scoring):
         """`query_blocks` of the key tile."""
         window = (scoring.left, scoring.right)
@@ -394,17 +403,12 @@ class Bwd16Sm80Main:
         tid, at = self.thread(), self.key_tile(shared)
         lane = step.lane(tid & 31, cute.arch.make_warp_uniform(tid >> 5))
         scoring = scoring._replace(seqlen_k=at.seqlen_k, shift=at.seqlen_k - at.seqlen_q)
-        blocks = self.blocks(at, scoring)
-        next_head, next_m = at.head, m + 1
-        if next_m == blocks[3]:
-            next_head, next_m = next_head + 1, blocks[0]
-        more = next_head < at.end_head
-        stage = self.stage(at, m, blocks)
+        stage = self.stage(at, m, self.blocks(at, scoring))
         following = Int32(1) - stage
         q_stage, q_next = (stage, following) if const_expr(cfg.q_stages == 2) else (Int32(0), Int32(0))
         do_stage, do_next = (stage, following) if const_expr(cfg.do_stages == 2) else (Int32(0), Int32(0))
         stages = (q_stage, do_stage)
-        ahead = (queries, (at, next_head, next_m), shared)
+        next_tile, more = self.behind(at, m, scoring)
 
         # The thread: its copies of this step have arrived.
         cute.arch.cp_async_wait_group(0)
@@ -412,9 +416,9 @@ class Bwd16Sm80Main:
         cute.arch.sync_threads()
         if more:
             if const_expr(cfg.q_stages == 2):
-                self.copy_queries(0, *ahead, q_next, tid)
+                self.copy_queries(0, queries, next_tile, shared, q_next, tid)
             if const_expr(cfg.do_stages == 2):
-                self.copy_queries(1, *ahead, do_next, tid)
+                self.copy_queries(1, queries, next_tile, shared, do_next, tid)
         cute.arch.cp_async_commit_group()
         step.compute_scores(
             masking, shared, lane, stages, m * cfg.tile_m, at.n_block * cfg.tile_n, scoring, slope
@@ -429,14 +433,15 @@ class Bwd16Sm80Main:
             step.add_dk(dk, shared, lane, stages)
         if const_expr(cfg.do_stages == 1):
             cute.arch.sync_threads()  # all threads: nobody reads dO, and with one buffer Q, any more
+            next_tile, more = self.behind(at, m, scoring)
             if more:
                 if const_expr(cfg.q_stages == 1):
-                    self.copy_queries(0, *ahead, q_next, tid)
-                self.copy_queries(1, *ahead, do_next, tid)
+                    self.copy_queries(0, queries, next_tile, shared, q_next, tid)
+                self.copy_queries(1, queries, next_tile, shared, do_next, tid)
             cute.arch.cp_async_commit_group()
         dq = step.make_dq(shared, lane)
         if const_expr(cfg.deterministic):
-            before = at.n_block - first_key_block(m, (0, 0, scoring.shift, scoring.left), cfg)
+            before = at.n_block - first_key_block(m, (0, 0, at.seqlen_k - at.seqlen_q, scoring.left), cfg)
             step.add_dq_in_turn(dq, address, (queries.turns + unit * 4, before))
         if const_expr(cfg.q_stages == 2):
             self.add_dk_under_dq(dk, dq, address, shared, lane, stages)
