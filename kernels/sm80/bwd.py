@@ -206,6 +206,7 @@ class Bwd16Sm80Main:
                     long = (rows.iterator.toint(), Int64(rows.stride[0]) * 2)[j]
                     store_word(shared.key_tile + (64 + 16 * i + 8 * j), Int32(long))
                     store_word(shared.key_tile + (68 + 16 * i + 8 * j), Int32(long >> 32))
+        cute.arch.sync_threads()  # all threads: the key tile is written, which the copies of queries read
         for tensor, tile, base, dim in (
             (m_k, step.qk, shared.k, cfg.head_dim),
             (m_v, step.v, shared.v, cfg.head_dim_v),
@@ -221,7 +222,6 @@ class Bwd16Sm80Main:
                     stage = Int32(0)
                 self.copy_queries(of_do, queries, first, shared, stage, tid)
         cute.arch.cp_async_commit_group()
-        cute.arch.sync_threads()  # all threads: the key tile is written
 
         dk, dv = step.new_accumulators(step.dk_blocks), step.new_accumulators(step.dv_blocks)
         while self.heads_left(shared) > 0:
