@@ -19,9 +19,8 @@ from cute_attn.bench import cases
 FLOP_FACTORS: Final = {"backward": 2.5, "train": 3.5}  # phase -> operations over those of a forward
 
 _CHUNK = 1 << 25  # scores that the float64 check holds at a time
-# A row of a gradient can be exactly 0, as dQ where a query sees one key alone. The error of a row counts relative to at
-# least this part of the gradient's median row. With an 8-bit forward D has the error of its output, which few keys do
-# not average out.
+
+# See `error`. With an 8-bit forward D has the error of its output, which few keys do not average out.
 _FLOORS: Final = {"bf16": 0.05, "fp16": 0.05, "fp8": 1.0}
 
 
@@ -31,6 +30,7 @@ class SampledGradients:
 
     heads: tuple[tuple[int, int], ...]  # (batch, key head); dq is that of its first query head
     queries: Tensor  # (rows,) int64, positions of the rows of dq
+    seen: Tensor  # (rows,) int64, keys that these queries see
     keys: Tensor  # (rows,) int64, of those of dk and dv
     dq: Tensor  # (heads, rows, head_dim) float64
     dk: Tensor
@@ -82,7 +82,8 @@ def sample(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: bool) -> Sa
                     dq[chosen] = ds[queries[chosen] - rows[0]] @ of_k * scale
         found.append((dq, dk, dv))
     dq, dk, dv = (torch.stack(parts) for parts in zip(*found, strict=True))
-    return SampledGradients(heads, queries, keys, dq, dk, dv)
+    seen = (queries + shift + 1).clamp(0, seqlen_k) if causal else torch.full_like(queries, seqlen_k)
+    return SampledGradients(heads, queries, seen, keys, dq, dk, dv)
 
 
 def error(
@@ -90,23 +91,26 @@ def error(
 ) -> cases.OutputError:
     """Error of (dq, dk, dv), of the shapes of q, k and v, on the sampled rows; `dtype` is that of the forward.
 
-    Each gradient counts relative to its own root mean square; the worst row is relative to itself, see `_FLOORS`.
+    Each gradient counts relative to its own root mean square; the worst row is relative to itself, or to a part of what
+    is usual, see `_FLOORS`, if that is larger. In a row of dq with n keys, the median of size sqrt(n) over sqrt(n) is
+    usual: dq can be 0 where few keys are seen, and what remains there of dP - D, with D from a rounded output, goes with
+    n likewise.
     """
     dq, dk, dv = gradients
     group = dq.shape[2] // dk.shape[2]
     pairs = (
-        (torch.stack([dq[b, exact.queries, kv * group] for b, kv in exact.heads]), exact.dq),
-        (torch.stack([dk[b, exact.keys, kv] for b, kv in exact.heads]), exact.dk),
-        (torch.stack([dv[b, exact.keys, kv] for b, kv in exact.heads]), exact.dv),
+        (torch.stack([dq[b, exact.queries, kv * group] for b, kv in exact.heads]), exact.dq, exact.seen),
+        (torch.stack([dk[b, exact.keys, kv] for b, kv in exact.heads]), exact.dk, torch.ones(())),
+        (torch.stack([dv[b, exact.keys, kv] for b, kv in exact.heads]), exact.dv, torch.ones(())),
     )
     squares, worst = [], []
-    for got, want in pairs:
+    for got, want, seen in pairs:
         difference = got.double() - want
         squares.append(difference.square().mean() / want.square().mean())
         size = want.square().mean(dim=-1).sqrt()
-        worst.append(
-            (difference.square().mean(dim=-1).sqrt() / size.clamp(min=_FLOORS[dtype] * size.median())).max()
-        )
+        weight = seen.clamp(min=1).to(size).sqrt()
+        usual = (size * weight).median() / weight
+        worst.append((difference.square().mean(dim=-1).sqrt() / size.maximum(_FLOORS[dtype] * usual)).max())
     relative = torch.stack(squares).mean().sqrt()
     finite = all(bool(x.isfinite().all()) for x in gradients)
     largest = torch.stack(worst).max()
