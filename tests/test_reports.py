@@ -87,12 +87,12 @@ def test_memory_of_training() -> None:
     rows = memory.memory_rows(shapes, ["accurate"], measured=False, call="train")
     record.validate(META, rows)
     inputs = 1024 * 2048  # elements of q
-    assert rows[0]["model_bytes"] == 3 * 2 * 16 * 1024 * 1024 + 4 * inputs
+    assert rows[0]["model_bytes"] == 4 * 2 * 16 * 1024 * 1024 + 4 * inputs
     # Out, three gradients and the float32 sum of dQ; lse, and two numbers of each row beside it.
     assert rows[1]["model_bytes"] == rows[2]["model_bytes"] == 12 * inputs + 12 * 16 * 1024
     assert memory.memory_grid(rows) is None
     grid = memory.memory_grid(rows, "train")
-    assert grid is not None and "backward" in grid.title and grid.lines[0][4] == "104 MiB"
+    assert grid is not None and "backward" in grid.title and grid.lines[0][4] == "136 MiB"
     longer = memory.ours_train_bytes(cases.Case(1, 1025, 1025, 16, 16, 128, True), None)
     assert longer - rows[1]["model_bytes"] > 63 * 16 * 128 * 4  # a tile more of the sum of dQ
 

@@ -93,7 +93,7 @@ def error(
 
     Each gradient counts relative to its own root mean square; the worst row is relative to itself, or to a part of what
     is usual, see `_FLOORS`, if that is larger. In a row of dq with n keys, the median of size sqrt(n) over sqrt(n) is
-    usual: dq can be 0 where few keys are seen, and what remains there of dP - D, with D from a rounded output, goes with
+    usual: dq can be 0 where few keys are seen, and what remains there of dP - D, with D of a rounded output, goes with
     n likewise.
     """
     dq, dk, dv = gradients
