@@ -18,19 +18,13 @@ from typing import Any, Final
 from cute_attn.kernels.config import (
     DECODE_KEYS,
     REGISTERS_PER_SM,
+    SM80_ARCHS,
     SMEM_LIMIT,
     AppendConfig,
     DecodeConfig,
     UnpackConfig,
 )
 
-SMEM_PER_SM: Final = {
-    "sm_80": 164 << 10,
-    "sm_86": 100 << 10,
-    "sm_87": 164 << 10,
-    "sm_89": 100 << 10,
-    "sm_90a": 228 << 10,
-}
 _RESERVED: Final = 1024  # bytes of shared memory that the system takes for each CTA
 MOST_STAGES: Final = 8
 LEAST_STAGES: Final = 3  # two in flight while one is computed on
@@ -115,7 +109,7 @@ def decode_config(
         arch=arch,
     )
     for warps, ctas, least in ((4, 2, LEAST_STAGES), (4, 1, LEAST_STAGES), (4, 1, 2), (2, 1, 2)):
-        limit = min(SMEM_PER_SM[arch] // ctas - _RESERVED, SMEM_LIMIT)
+        limit = min(SM80_ARCHS[arch].smem_bytes // ctas - _RESERVED, SMEM_LIMIT)
         for stages in range(MOST_STAGES, least - 1, -1):
             chosen = dataclasses.replace(config, warps=warps, stages=stages)
             if chosen.smem_bytes <= limit:
@@ -126,7 +120,7 @@ def decode_config(
 def ctas_per_sm(config: DecodeConfig) -> int:
     """CTAs that an SM holds, if each thread has all registers that it can have."""
     by_registers = REGISTERS_PER_SM // (256 * config.threads)
-    return max(1, min(by_registers, SMEM_PER_SM[config.arch] // (config.smem_bytes + _RESERVED)))
+    return max(1, min(by_registers, SM80_ARCHS[config.arch].smem_bytes // (config.smem_bytes + _RESERVED)))
 
 
 def heads_in_step(config: DecodeConfig, heads_k: int) -> int:

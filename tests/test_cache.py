@@ -145,7 +145,7 @@ def test_source_digest_covers_the_installed_kernels() -> None:
     assert cache.source_digest() == cache._hash_sources()
     spec = importlib.util.find_spec("cute_attn.kernels")
     assert spec is not None and spec.submodule_search_locations
-    assert (Path(next(iter(spec.submodule_search_locations))) / "config.py").is_file()
+    assert (Path(next(iter(spec.submodule_search_locations))) / "entry.py").is_file()
 
 
 # ---- one process ----

@@ -19,7 +19,7 @@ from cute_attn import decode_plan, flash_attn_with_kvcache
 from cute_attn.append import TENSORS, append_kv
 from cute_attn.compile import KernelFigures
 from cute_attn.decode_plan import Shares
-from cute_attn.kernels.config import SMEM_LIMIT, AppendConfig, DecodeConfig, UnpackConfig
+from cute_attn.kernels.config import SM80_ARCHS, SMEM_LIMIT, AppendConfig, DecodeConfig, UnpackConfig
 from cute_attn.quantize import Rotary, rotation_signs, walsh_hadamard
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -550,7 +550,7 @@ def test_chosen_kernels_can_be_built(dim: int, scales: str, arch: str) -> None:
         cache = "16bit" if scales == "none" else "e4m3"
         config = decode_plan.decode_config(dim, dim, "bf16", cache=cache, scales=scales, rows=rows, arch=arch)
         config.check()
-        assert config.smem_bytes <= min(SMEM_LIMIT, decode_plan.SMEM_PER_SM[arch] - 1024)
+        assert config.smem_bytes <= min(SMEM_LIMIT, SM80_ARCHS[arch].smem_bytes - 1024)
         shares = decode_plan.shares(config, 4, 8, rows, 100000, 0, 132)
         assert shares.ctas <= 132 * decode_plan.ctas_per_sm(config)
 

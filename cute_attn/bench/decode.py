@@ -131,13 +131,13 @@ def _ours(
     options: dict[str, Any] = {
         "cache_seqlens": _lengths(case, q),
         "causal": case.causal,
-        "backend": peers.BACKEND,
+        "backend": contender.backend,
     }
     options |= dict(zip(("k_descale", "v_descale"), scales, strict=False))
     if table is not None:
         options["block_table"] = table
     kernel = cute_attn.decode_kernel(q, k, v, **options)
-    return functools.partial(cute_attn.flash_attn_with_kvcache, q, **options), kernel, peers.BACKEND
+    return functools.partial(cute_attn.flash_attn_with_kvcache, q, **options), kernel, contender.backend
 
 
 def _fa3(

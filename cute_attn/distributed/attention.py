@@ -66,8 +66,8 @@ def ring_attention(
             their scales. It has scales of tokens and blocks, and sharding.multiple is a multiple of 256. The backward
             is that of 16 bits, as in `fp8_attention`. Default: 16 bits.
         return_lse: also return the log-sum-exp of each row's scores.
-        backend: of each rank: "auto", "sm90" or "reference" as in `flash_attn_func`; with a recipe "emulator" in place
-            of the last, as in `fp8_attention`.
+        backend: of each rank, and of its backward, as in `flash_attn_func`; with a recipe as in `fp8_attention`, whose
+            emulator has the backward in plain PyTorch.
 
     Returns:
         out (batch, rows, heads_q, head_dim_v) of q's dtype; with `return_lse` also lse (batch, heads_q, rows) float32,
@@ -305,7 +305,9 @@ def _check(
         deterministic=bool(options["deterministic"]),
         recipe=recipe,
         backend=str(options["backend"]),
-        backward=_backward_backend(str(options["backend"]), q.device),
+        backward=str(options["backend"])
+        if recipe is None
+        else _backward_backend(str(options["backend"]), q.device),
     )
     alike = {
         "dimensions of q": q.dim(),
@@ -363,7 +365,7 @@ def _check_recipe(recipe: Fp8Recipe, *shardings: Sharding) -> None:
 
 
 def _backward_backend(backend: str, device: torch.device) -> str:
-    """Backend of the 16-bit backward of what `backend` computes."""
+    """Backend of the 16-bit backward of what `backend` computes with a recipe."""
     capability = device_capability(device)
     hopper = capability is not None and capability[0] == 9
-    return "sm90" if hopper and backend not in ("emulator", "reference") else "reference"
+    return "sm90" if hopper and backend != "emulator" else "reference"

@@ -42,7 +42,7 @@ class RingProblem:
         softmax_scale, softcap, deterministic: as in `flash_attn_func`.
         recipe: of the forward in 8 bits; None for 16.
         backend: of the forward.
-        backward: backend of the backward, "sm90" or "reference".
+        backward: backend of the 16-bit backward, as in `flash_attn_func`.
     """
 
     q: Sharding

@@ -38,6 +38,7 @@ from cutlass.cute.nvgpu import warpgroup as wg
 from ..common.pointers import aligned
 from ..common.scheduler import first_key_block
 from ..common.scores import rows
+from ..common.turns import await_turn, end_turn
 from ..config import Bwd16Config
 from .operands import ELEMENTS, opaque_zero
 from .policy_16bit import bf16_pair, fp16_pair
@@ -293,7 +294,7 @@ class BwdMainloop:
         if const_expr(cfg.dq_direct):
             if const_expr(cfg.deterministic):
                 if tid % 128 == 0:
-                    self.await_turn(turn)
+                    await_turn(turn)
                 # the warpgroup: its first thread has seen that it is its turn
                 cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
             address = target + Int64((start + own) * 4)
@@ -308,7 +309,7 @@ class BwdMainloop:
                 # the warpgroup: all of it has added, and its first thread may say so
                 cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
                 if tid % 128 == 0:
-                    self.end_turn(turn)
+                    end_turn(turn)
         else:
             for v in cutlass.range_constexpr(count // 4):
                 source = cute.make_tensor(acc.iterator + 4 * v, cute.make_layout(4))
@@ -319,7 +320,7 @@ class BwdMainloop:
             cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
             if tid % 128 == 0:
                 if const_expr(cfg.deterministic):
-                    self.await_turn(turn)
+                    await_turn(turn)
                     cute.arch.fence_proxy("async")  # the adds of the turn before, then those of this one
                 cute.arch.inline_ptx(
                     "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
@@ -333,26 +334,7 @@ class BwdMainloop:
                 if const_expr(cfg.deterministic):
                     cute.arch.cp_async_bulk_wait_group(0)  # the adds are done, not only read
                     cute.arch.fence_proxy("async")  # before the count that lets the next tile add
-                    self.end_turn(turn)
-
-    @cute.jit
-    def await_turn(self, turn):
-        """Wait until the key tiles before this one have added to the query tile. Called by one thread of a warpgroup.
-
-        turn is (address of the warpgroup's count of the query tile, key tiles before this one). A tile waits for tiles
-        of a lower index of the same head alone, whose CTAs have started before its own.
-        """
-        address, before = turn
-        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
-        done = cute.arch.load(pointer, Int32, sem="acquire", scope="gpu")
-        while done != before:
-            done = cute.arch.load(pointer, Int32, sem="acquire", scope="gpu")
-
-    @cute.jit
-    def end_turn(self, turn):
-        """Let the next key tile add. Called by one thread of a warpgroup, when all adds are done."""
-        pointer = cute.make_ptr(Int32, turn[0], cute.AddressSpace.gmem, assumed_align=4)
-        cute.arch.red(pointer, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+                    end_turn(turn)
 
     # -- steps ------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ Shared memory: Q (tile_m, head_dim, q_stages) and K ring (tile_n, head_dim, kv_s
 head_dim to the next multiple of 32 with zeros; the ring of V, see the policies; O (tile_m, head_dim_v), from where TMA
 stores it while the next tile begins. Where there is no room for O, it goes to memory from registers (`o_direct`).
 
-Limits: head_dim and head_dim_v see config.py; seqlen and work tiles up to 2^31 - 1; TMA wants 16-byte strides and
+Limits: head_dim and head_dim_v see config/; seqlen and work tiles up to 2^31 - 1; TMA wants 16-byte strides and
 addresses.
 """
 
