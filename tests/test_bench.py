@@ -184,11 +184,12 @@ def test_the_backend_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
         return "kernel"
 
     monkeypatch.setattr("cute_attn.flash.flash_attn_kernel", name)
-    for backend in (None, "sm80"):
-        [contender] = peers.contenders("bf16", ["forward"], [], ["cute_attn"], backend)
+    monkeypatch.setattr("cute_attn.decode_kernel", name)
+    for phase, backend in itertools.product(("forward", "decode"), (None, "sm80")):
+        [contender] = peers.contenders("bf16", [phase], [], ["cute_attn"], backend)
         q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
         assert peers.prepare(contender, cases.Case(1, 8, 8, 2, 2, 64, False), q, q, q).backend == asked[-1]
-    assert asked == ["sm90", "sm80"]
+    assert asked == ["sm90", "sm80"] * 2
 
 
 # --- cases

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .forward import Fwd16Config, FwdConfig
+    from .forward import _Forward
     from .mma_sync import Fwd16Sm80Config
 
 SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA may use on sm_90 (227 KiB)
@@ -69,7 +69,7 @@ def swizzle_columns(columns: int, element_bytes: int) -> int:
     return next(width for width in (128, 64, 32, 16) if row % width == 0) // element_bytes
 
 
-def features_name(config: FwdConfig | Fwd16Config | Fwd16Sm80Config) -> str:
+def features_name(config: _Forward | Fwd16Sm80Config) -> str:
     """How names of forward kernels give the mask and what else is done to scores."""
     mask = "causal" if config.causal else "window" if config.window else "full"
     return mask + "".join(
