@@ -145,11 +145,11 @@ class Mainloop:
 
     @cute.jit
     def begin(self, frags, pipes, states, key_blocks):
-        """Wait for Q of a work tile. Returns (fragments with this Q, K/V stage of the first block, that block + 1)."""
-        pipe_q, pipe_k, pipe_v = pipes[:3]
+        """Begin a work tile, whose Q is there. Returns (fragments with this Q, K/V stage of its first block, that block
+        + 1)."""
+        _, pipe_k, pipe_v = pipes[:3]
         state_q, stage = states
         blocks, passed = key_blocks[0], key_blocks[1]
-        pipe_q.consumer_wait(state_q)  # TMA has filled Q
         q_frag, k_frag, v_frags = frags
         if const_expr(self.cfg.cluster > 1 and self.cfg.causal):
             # Blocks of another tile of the unit: the TMA loads of both CTAs fill them here, too, and the producers of
