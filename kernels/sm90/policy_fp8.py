@@ -136,7 +136,9 @@ class Fp8Policy(Fp8Softmax):
             else:
                 scale = m_q_scale[query, head * g + row % g, batch] * softmax_scale_log2
                 q_scale[i] = scale * Float32(self.score_unit)
-        inputs = (q_scale, m_k_scale[None, head_k, batch], m_v_scale[None, head_k, batch])
+        # of the key tile to come, see `Mainloop8bit.load_scales`
+        k_scale, v_scale = cute.make_rmem_tensor(cfg.k_groups, Float32), cute.make_rmem_tensor(1, Float32)
+        inputs = (q_scale, k_scale, v_scale, m_k_scale[None, head_k, batch], m_v_scale[None, head_k, batch])
         if const_expr(cfg.softcap):
             constant = cute.make_rmem_tensor(2, Float32)
             for i in cutlass.range_constexpr(2):
