@@ -178,18 +178,18 @@ class Mainloop8bit(Mainloop):
 
     @cute.jit
     def load_scales(self, n: Int32, scales):
-        """Read the scales of key tile n, (tile_n / 64,) of K and one of V.
-
-        scales  see `consume`
+        """Scales of key tile n: (tile_n / 64,) of K and (1,) of V; scales see `consume`.
 
         One vector load of K's; it may reach past the last group (the caller pads the row).
         """
-        _, k_scale, v_scale, k_scales, v_scales = scales[:5]
+        k_scales, v_scales = scales[3:5]
         groups = self.cfg.k_groups
+        k_scale, v_scale = cute.make_rmem_tensor(groups, Float32), cute.make_rmem_tensor(1, Float32)
         wide = 4 * (groups & -groups)  # bytes that every tile's first scale is aligned to
         source = (k_scales.iterator + n * groups).align(wide)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(groups)), k_scale)
         v_scale[0] = v_scales[(n * self.cfg.tile_n) >> V_SCALE_SHIFT]
+        return k_scale, v_scale
 
     @cute.jit
     def step(
@@ -226,6 +226,9 @@ class Mainloop8bit(Mainloop):
                 if const_expr(self.q_early):
                     if n == 0:
                         pipe_q.consumer_release(state_q)  # likewise Q, under the rest of the last step
+                # A tile ahead: what a step reads for itself, the assembler waits for before it issues Q K^T. The last
+                # step reads the first tile's once more.
+                next_scales = self.load_scales(cutlass.max(n - 1, 0), scales)
             s = scores[part]
             policy.to_float(s)
             if const_expr(cfg.adjusts):
@@ -238,9 +241,9 @@ class Mainloop8bit(Mainloop):
         v_unit = state[3]
         ratio = v_unit[0] * cute.arch.rcp_approx(v_scale[0])
         v_unit[0] = v_scale[0]
-        # Under P V: used at once, under Q K^T, they would be waited for before that is issued, as the assembler orders
-        # it. The last tile reads the first one's once more.
-        self.load_scales(cutlass.max(n - 1, 0), scales)
+        v_scale[0] = next_scales[1][0]
+        for g in cutlass.range_constexpr(cfg.k_groups):
+            k_scale[g] = next_scales[0][g]
         pipe_v.consumer_wait(stage)  # TMA has filled V of this tile
         depth, pv_parts = policy.pv_depth, len(cfg.pv_parts)
         slots = policy.new_slots()
@@ -273,13 +276,13 @@ class Mainloop8bit(Mainloop):
         if const_expr(not self.cfg.window):
             plain_end = blocks
         state, _ = softmax_state
-        self.load_scales(blocks - 1, scales)
         k_scale, v_scale, k_scales = scales[1:4]
+        found, first_v_scale = self.load_scales(blocks - 1, scales)
+        v_scale[0] = state[3][0] = first_v_scale[0]
         for g in cutlass.range_constexpr(self.cfg.k_groups):
             # past the last group: what is found there must not make NaN of a masked score
             seen = (blocks - 1) * self.cfg.k_groups + g < k_scales.shape[0]
-            k_scale[g] = k_scale[g] if seen else Float32(1.0)
-        state[3][0] = v_scale[0]
+            k_scale[g] = found[g] if seen else Float32(1.0)
         for j in cutlass.range(masked, unroll=1):
             stage = self.step(
                 True, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, state_q, stage
