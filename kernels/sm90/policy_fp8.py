@@ -28,7 +28,7 @@ from cutlass import Float32, Int8, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wg
 
-from ..common.mask import ROW_STEP, first_hidden_key, first_key
+from ..common.mask import ROW_STEP, clear_empty_rows, first_hidden_key, first_key
 from ..common.scores import rows
 from ..config import CODE_BIAS, CODE_LSE_BIAS, CODE_UNIT, SUM_ROWS, FwdConfig
 from .operands import opaque_zero, row_major_atom
@@ -355,7 +355,8 @@ class Fp8Policy(Fp8Softmax):
             for part in cutlass.range_constexpr(len(out)):
                 o = rows(out[part])
                 for i in cutlass.range_constexpr(self.cfg.pv_parts[part] // 4):
-                    o[r, i] = Float32(0.0) if empty else o[r, i] * inverse
+                    o[r, i] = o[r, i] * inverse
+        clear_empty_rows(out, self.cfg.pv_parts, limits, self.cfg)
 
     @cute.jit
     def sink(self, side, row: Int32, head: Int32, empty, share: Float32) -> Float32:
