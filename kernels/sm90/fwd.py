@@ -87,10 +87,8 @@ class FwdSm90:
         self.policy = policy
         self.mainloop = mainloop
         self.out_type = ELEMENTS[cfg.out_dtype]
-        # the grid comes up under the end of the one before, the quantiser's
-        self.early = isinstance(cfg, FwdConfig)
-        # places of tiles in shared memory: the producer has written that of the tile `q_stages` on when the last
-        # consumer still stores O of a tile
+        # Places of tiles in shared memory. The producer writes that of a tile when the loads of the one before are issued,
+        # and consumers may still read the one `q_stages` + 1 before that, to store its O.
         self.places = STAGES if cfg.varlen else 4
 
     # -- host -------------------------------------------------------------------------------------------------
@@ -322,6 +320,7 @@ class FwdSm90:
                         )
                         at = (m_block, head, *seq)
                         put_place(at, places, pipes[3], slot)
+                        at = (*at, head // group)
                         slot.advance()
                         if unit != cta:
                             taken = take_unit(lengths[4])  # comes in under this tile's loads
@@ -339,10 +338,10 @@ class FwdSm90:
                     for r in cutlass.range(rounds, unroll=1):
                         at = self.tile(r, order)
                         if cute.arch.lane_idx() == 0:
-                            for i in cutlass.range_constexpr(3):
+                            for i in cutlass.range_constexpr(4):
                                 places[i, r & (self.places - 1)] = at[i]
                         cute.arch.sync_warp()  # before whichever lane announces Q of this tile
-                        at = (*at, Int32(0), seqlen_q, Int32(0), seqlen_k)
+                        at = (*at[:3], Int32(0), seqlen_q, Int32(0), seqlen_k, at[3])
                         state_q, state = self.load_tile(at, loads, pipes, (state_q, state), window)
                 # The producer may not leave before its last loads have been consumed, by the other CTA of its cluster,
                 # too, whose warps signal the mbarriers here.
@@ -367,7 +366,7 @@ class FwdSm90:
             self.mainloop.start()
             consume = lambda at, states: self.attend_tile(
                 at,
-                (places, seqlen_q, seqlen_k),
+                (places, seqlen_q, seqlen_k, group),
                 frags,
                 pipes,
                 states,
@@ -375,7 +374,6 @@ class FwdSm90:
                 side,
                 softmax_scale_log2,
                 (s_o, atom_o, m_o, m_lse),
-                group,
             )
             if cutlass.const_expr(cfg.varlen):
                 slot = pl.make_pipeline_state(pl.PipelineUserType.Consumer, STAGES)
@@ -403,8 +401,7 @@ class FwdSm90:
         rows = lambda t: cute.group_modes(t, 0, cute.rank(t) - 1)
         whole, parts = cute.make_layout(1), cute.make_layout(cfg.cluster)
         rank = 0 if cutlass.const_expr(cfg.cluster == 1) else cute.arch.block_idx_in_cluster()
-        m_block, head, batch, row0, seqlen_q, key0, seqlen_k = at
-        head_k = head // (m_q.shape[3] // m_k.shape[2])
+        m_block, head, batch, row0, seqlen_q, key0, seqlen_k, head_k = at
         blocks, _, _, _, first = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
         if cutlass.const_expr(cfg.varlen):
             first_row = row0 + m_block * (tile_m // cfg.pack_gqa)
@@ -440,7 +437,7 @@ class FwdSm90:
 
     @cute.jit
     def attend_tile(
-        self, at, where, frags, pipes, states, window, side, softmax_scale_log2: Float32, output, group: Int32
+        self, at, where, frags, pipes, states, window, side, softmax_scale_log2: Float32, output
     ):
         """A consumer warpgroup's part of a tile. Returns the states of Q's and the other rings.
 
@@ -456,13 +453,13 @@ class FwdSm90:
         index = at.index if cutlass.const_expr(cfg.varlen) else at
         if cutlass.const_expr(not cfg.varlen):
             pipes[0].consumer_wait(states[0])  # TMA has filled Q, and the producer written the place before
-        m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k = self.place(index, where)
+        m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k, head_k = self.place(index, where)
         row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
         of_all = side
         side = self.side_of(of_all, batch, first_row, seqlen_q, first_key, seqlen_k)
         blocks = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
         inputs = self.policy.tile_inputs(
-            side, softmax_scale_log2, row0, head, head // group, batch, seqlen_q, seqlen_k
+            side, softmax_scale_log2, row0, head, head_k, batch, seqlen_q, seqlen_k
         )
         state = self.policy.new_state()
         out = self.policy.new_output(tid)
@@ -472,7 +469,7 @@ class FwdSm90:
         # Read again, from a number that the compiler cannot know to be `index`: at head_dim_v 256 there
         # is no register to keep them in over the loop.
         again = cute.arch.shuffle_sync(index, 0)
-        m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k = self.place(again, where)
+        m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k, _ = self.place(again, where)
         row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
         side = self.side_of(of_all, batch, first_row, seqlen_q, first_key, seqlen_k)
         if cutlass.const_expr(cfg.varlen):
@@ -495,12 +492,13 @@ class FwdSm90:
 
     @cute.jit
     def place(self, at: Int32, where):
-        """(m_block, head, batch, first row in q, seqlen_q, first key in k, seqlen_k) of a tile.
+        """(m_block, head, batch, first row in q, seqlen_q, first key in k, seqlen_k, head of K) of a tile.
 
         at     round of this CTA, or with `varlen` a stage of the ring of places
-        where  (places, seqlen_q, seqlen_k): that ring or, of which nobody gives one back, those of `self.places` rounds
+        where  (places, seqlen_q, seqlen_k, query heads or packs of a key head); places is that ring or, of which nobody
+               gives one back, those of the last `self.places` rounds
         """
-        places, seqlen_q, seqlen_k = where
+        places, seqlen_q, seqlen_k, group = where
         # By the lane that gives back Q, or the place, so that no other's reads have to come before that.
         words = cute.make_rmem_tensor(PLACE if self.cfg.varlen else 4, Int32)
         words.fill(0)
@@ -510,12 +508,12 @@ class FwdSm90:
             else:
                 source = (places.iterator + (at & (self.places - 1)) * PLACE).align(16)
                 cute.autovec_copy(cute.make_tensor(source, words.layout), words)
-        count = 7 if self.cfg.varlen else 3
-        found = tuple(
-            [cute.arch.make_warp_uniform(cute.arch.shuffle_sync(words[i], 0)) for i in range(count)]
-        )
-        if cutlass.const_expr(not self.cfg.varlen):
-            found = (*found, Int32(0), seqlen_q, Int32(0), seqlen_k)
+        count = 7 if self.cfg.varlen else 4
+        found = [cute.arch.make_warp_uniform(cute.arch.shuffle_sync(words[i], 0)) for i in range(count)]
+        if cutlass.const_expr(self.cfg.varlen):
+            found = (*found, found[1] // group)
+        else:
+            found = (*found[:3], Int32(0), seqlen_q, Int32(0), seqlen_k, found[3])
         return found
 
     def side_of(self, side, batch, first_row, seqlen_q, first_key, seqlen_k):
@@ -534,7 +532,7 @@ class FwdSm90:
 
     @cute.jit
     def tile(self, r: Int32, order):
-        """(m_block, head, batch) of this CTA's tile of round r.
+        """(m_block, head, batch, head of K) of this CTA's tile of round r.
 
         CTAs of a cluster change places from round to round: with a causal mask the first has less to do.
         """
@@ -543,7 +541,7 @@ class FwdSm90:
         ctas, _, _ = cute.arch.grid_dim()
         unit = unit_in_round(r, cta // size, ctas // size, self.cfg)
         m_unit, head, batch = unit_coord(unit, *order, self.cfg)
-        return m_unit * size + (cta + r) % size, head, batch
+        return m_unit * size + (cta + r) % size, head, batch, head // order[1]
 
     @cute.jit
     def rows_of(self, m_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window):
