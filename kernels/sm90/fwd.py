@@ -337,10 +337,9 @@ class FwdSm90:
                 else:
                     for r in cutlass.range(rounds, unroll=1):
                         at = self.tile(r, order)
-                        if cute.arch.lane_idx() == 0:
-                            for i in cutlass.range_constexpr(4):
-                                places[i, r & (self.places - 1)] = at[i]
-                        cute.arch.sync_warp()  # before whichever lane announces Q of this tile
+                        # by all lanes, as any of them may be the one that announces Q of this tile
+                        for i in cutlass.range_constexpr(4):
+                            places[i, r & (self.places - 1)] = at[i]
                         at = (*at[:3], Int32(0), seqlen_q, Int32(0), seqlen_k, at[3])
                         state_q, state = self.load_tile(at, loads, pipes, (state_q, state), window)
                 # The producer may not leave before its last loads have been consumed, by the other CTA of its cluster,

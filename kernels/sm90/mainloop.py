@@ -8,10 +8,10 @@ Rings (PipelineTmaAsync; an mbarrier pair "full" / "empty" for each stage):
     V     kv_stages  warp 0 of producer    TMA, v_columns * tile_n (the 8-bit   one lane of each consumer warp
                                            sum rows are written once)
 
-Bytes are elements times their size. Before the producer announces Q, its lane 0 writes where the tile is (`FwdSm90.place`; with
-`varlen` there is a ring for that, common/varlen.py). Named barriers: see `Barrier`. The rings go on from one work tile to the next: the
-producer fetches Q, K and V of the next tile while the consumers finish this one, and the warpgroups do not wait for
-each other but for their turns, where they have them.
+Bytes are elements times their size. Before the producer announces Q, it writes where the tile is (`FwdSm90.place`; with
+`varlen` there is a ring for that, common/varlen.py). Named barriers: see `Barrier`. The rings go on from one work tile
+to the next: the producer fetches Q, K and V of the next tile while the consumers finish this one, and the warpgroups do
+not wait for each other but for their turns, where they have them.
 
 8 bits. Steady state of one consumer warpgroup, key tiles n = last .. 0:
 
@@ -217,6 +217,10 @@ class Mainloop8bit(Mainloop):
         state, limits = softmax_state
         scores = policy.new_scores()
         pairs = policy.new_pairs()
+        # Scales are loaded a tile ahead: what a step reads for itself, the assembler waits for before it issues Q K^T.
+        # Under the last part's softmax; S in one piece leaves no registers for them until it is packed. The last step
+        # reads the first tile's once more.
+        ahead = cfg.qk_splits > 1
         pipe_k.consumer_wait(stage)  # TMA has filled K of this tile
         for part in cutlass.range_constexpr(cfg.qk_splits):
             policy.scores(part, scores[part], q_frag, k_frag, stage.index)
@@ -227,9 +231,8 @@ class Mainloop8bit(Mainloop):
                 if const_expr(self.q_early):
                     if n == 0:
                         pipe_q.consumer_release(state_q)  # likewise Q, under the rest of the last step
-                # A tile ahead: what a step reads for itself, the assembler waits for before it issues Q K^T. The last
-                # step reads the first tile's once more.
-                next_scales = self.load_scales(cutlass.max(n - 1, 0), scales)
+                if const_expr(ahead):
+                    next_scales = self.load_scales(cutlass.max(n - 1, 0), scales)
             s = scores[part]
             policy.to_float(s)
             if const_expr(cfg.adjusts):
@@ -239,6 +242,8 @@ class Mainloop8bit(Mainloop):
                 mask_scores(rows(s), limits, column0, cfg)
             policy.softmax(part, s, pairs, state, q_scale, k_scale)
         policy.pack(scores[0], pairs, p)
+        if const_expr(not ahead):
+            next_scales = self.load_scales(cutlass.max(n - 1, 0), scales)
         v_unit = state[3]
         ratio = v_unit[0] * cute.arch.rcp_approx(v_scale[0])
         v_unit[0] = v_scale[0]
