@@ -14,8 +14,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from cute_attn import decode_plan
 from cute_attn.bench import cases, peers
 from cute_attn.bench.cases import Case
+from cute_attn.kernels.config import DecodeConfig
 
 TOKENS: Final = 1 << 20  # of all sequences of a cell at most
 SEQLENS: Final = (1024, 8192, 131072)
@@ -63,6 +65,26 @@ def cells(
     if not found:
         raise ValueError(f"tokens must be at least the seqlen, {min(seqlens)}, got {tokens}")
     return found
+
+
+def kernels(found: Sequence[Case], dtypes: Sequence[str]) -> list[DecodeConfig]:
+    """Of this library, those that the cells call at these precisions: to be compiled side by side ahead of the cells.
+
+    dtypes: of contenders, "fp8" for a cache of e4m3 with scales of tokens.
+    """
+    wanted = {
+        decode_plan.decode_config(
+            case.head_dim,
+            case.head_dim,
+            "bf16" if dtype == "fp8" else dtype,
+            page_size=case.page_size,
+            rows=case.seqlen_q * (case.heads_q // case.heads_k),
+            **(decode_plan.FORMS["e4m3"] if dtype == "fp8" else {}),
+        ): None
+        for case in found
+        for dtype in dtypes
+    }
+    return list(wanted)
 
 
 def prepare(contender: peers.Contender, case: Case, q: Tensor, k: Tensor, v: Tensor) -> peers.Prepared:
