@@ -30,14 +30,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from ..common.scheduler import share_start
 from ..config import DecodeConfig
-
-
-@cute.jit
-def share_start(total: Int32, parts: Int32, index: Int32) -> Int32:
-    """First item of share `index` when `parts` share `total` items: the first `total % parts` get one more."""
-    each = total // parts
-    return index * each + cutlass.min(index, total - each * parts)
 
 
 @cute.jit
