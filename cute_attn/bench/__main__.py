@@ -159,7 +159,9 @@ def build_parser() -> argparse.ArgumentParser:
     option(run, "--min-batch-ms", text, type=float, default=50.0, metavar="MS")
     text = "fewer lengths, rounds and inputs; one kernel for each head_dim and kind of operands"
     option(run, "--quick", text, action="store_true")
-    count(run, "--jobs", "processes that compile (default: CPUs; at most 4 for the figures, 8 for phase decode)")
+    count(
+        run, "--jobs", "processes that compile (default: CPUs; at most 4 for the figures, 8 for phase decode)"
+    )
 
     for flag, text in (
         ("--json", "record: meta and rows"),

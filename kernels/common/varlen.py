@@ -218,8 +218,8 @@ def find_sequence(unit: Int32, search, lengths, heads: Int32, cfg: FwdConfig):
 def unit_of_sequence(
     rest: Int32, rows: Int32, keys: Int32, group: Int32, heads_k: Int32, keys_in_turn: Int32, cfg: FwdConfig
 ):
-    """Unit of a sequence -> (m_block, head); head is one of K where rows are packed. Where keys are split, `group` has a
-    member for each share, and `head` counts these.
+    """Unit of a sequence -> (m_block, head); head is one of K where rows are packed. Where keys are split, `group` has
+    a member for each share, and `head` counts these.
 
     Without a causal mask the units of a head are neighbours, so that its K and V stay in L2 while they are needed. With
     one the longest units come first, of as many key heads at a time as have room in L2: `keys_in_turn` keys.

@@ -247,7 +247,9 @@ class Fwd16Config(_Forward):
     cluster: int = 1  # CTAs that share every tile of K and V: each loads a part for all
     pack_gqa: int = 1  # query heads of a group whose rows share a tile, those of one query side by side
     varlen: bool = False  # sequences of unlike length, their rows behind one another
-    split_keys: bool = False  # with `varlen`: several CTAs share the keys of a tile, another kernel adds up their parts
+    split_keys: bool = (
+        False  # with `varlen`: several CTAs share the keys of a tile, another kernel adds up their parts
+    )
 
     @property
     def out_dtype(self) -> str:

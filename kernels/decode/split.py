@@ -30,7 +30,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from ..common.scheduler import share_start
 from ..config import DecodeConfig
 
 

@@ -464,7 +464,7 @@ class FwdSm90:
 
         at      round of the tile, or with `varlen` the consumer's state of the ring of places
         where   see `place`
-        output  (O in shared memory, its copy atom, O, lse); with `split_keys` (None, None, O, maxima and sums) of all parts
+        output  (O in shared memory, its copy atom, O, lse); with `split_keys` the last are O and maxima of all parts
         splits  shares of the keys, with `split_keys`
         """
         cfg = self.cfg
@@ -519,8 +519,8 @@ class FwdSm90:
 
     @cute.jit
     def place(self, at: Int32, where):
-        """(m_block, head, batch, first row in q, seqlen_q, first key in k, seqlen_k) of a tile, and its share of the keys
-        with `split_keys`.
+        """(m_block, head, batch, first row in q, seqlen_q, first key in k, seqlen_k) of a tile; with `split_keys` its
+        share of the keys, too.
 
         at     round of this CTA, or with `varlen` a stage of the ring of places
         where  (arguments of `unit_coord`, seqlen_q, seqlen_k), or that ring

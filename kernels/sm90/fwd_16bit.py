@@ -88,7 +88,9 @@ class Fwd16bitSplitSm90(Fwd16bitSm90):
     """
 
     def __init__(self, cfg: Fwd16Config):
-        super().__init__(dataclasses.replace(cfg, sinks=False))  # a sink counts once, where parts are added up
+        super().__init__(
+            dataclasses.replace(cfg, sinks=False)
+        )  # a sink counts once, where parts are added up
         self.out_type = Float32
         self.combine = CombineShares(cfg)
 
