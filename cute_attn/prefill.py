@@ -16,7 +16,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -282,8 +282,8 @@ def launch_prefill(
         k_rows, v_rows, places = _rows(
             k_cache, v_cache, plan, side, sequences, heads, seqlen_q, seqlen_new, sms
         )
-        operands = (q[rows, heads_of_q], k_rows, v_rows, places[2], places[0], plan.config)
-        options = {
+        given = (q[rows, heads_of_q], k_rows, v_rows, places[2], places[0], plan.config)
+        options: dict[str, Any] = {
             "seqused_k": places[1],
             "softmax_scale": softmax_scale,
             "softcap": softcap,
@@ -293,7 +293,7 @@ def launch_prefill(
         }
         if plan.splits > 1:
             launch_forward16_split(
-                *operands,
+                *given,
                 splits=plan.splits,
                 out=out[sequences, :, heads_of_q],
                 lse=lse_out[sequences, heads_of_q],
@@ -302,7 +302,7 @@ def launch_prefill(
             )
         else:
             launch_forward16_varlen(
-                *operands,
+                *given,
                 only_starts=True,
                 out=out_rows[rows, heads_of_q],
                 lse=lse[heads_of_q, rows],
