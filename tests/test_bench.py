@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import math
@@ -13,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -731,6 +734,27 @@ def test_a_graph_of_several_calls_counts_each(monkeypatch: pytest.MonkeyPatch) -
     assert rows[0]["launches"] % 3 == 0 and rows[0]["peak_bytes"] is None
 
 
+def test_what_a_graph_reads_lives_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph holds addresses, and no tensor."""
+
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    caches = [torch.ones(2), torch.full((2,), 3.0)]
+    read = [weakref.ref(x) for x in caches]
+    launch = decode._Graph([functools.partial(torch.neg, x) for x in caches])
+    del caches
+    gc.collect()
+    assert launch().tolist() == [-1, -1] and all(x() is not None for x in read)
+    del launch
+    gc.collect()
+    assert all(x() is None for x in read)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_decode_kernels_are_those_of_the_calls(
@@ -770,6 +794,7 @@ def test_decode_report(
         ]
 
     compiled: list[DecodeConfig] = []
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path))  # holds none
     monkeypatch.setattr("cute_attn.compile.fill_cache", lambda todo, jobs: compiled.extend(todo) or iter(()))
     monkeypatch.setattr(timing, "time_cell", time_cell)
     path = tmp_path / "x.json"

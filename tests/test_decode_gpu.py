@@ -375,6 +375,12 @@ NEW = [
     NewTokens("e4m3_head_all", scales="head", rotate=True, rotary="interleaved", page_size=16, dtype=FP16),
 ]
 GRAPH = Case("graph", slots=4000, heads=(16, 2))
+GRAPHS = [
+    replace(GRAPH, name="graphs", lengths=(3000, 1, 4000)),
+    replace(GRAPH, name="graphs_pages", lengths=(3000, 1, 4000), page_size=16),
+    replace(GRAPH, name="graphs_e4m3", lengths=(3000, 1, 4000), scales="token"),
+    replace(GRAPH, name="graphs_e4m3_pages", lengths=(3000, 1, 4000), scales="token", page_size=16),
+]
 GRAPH_MANY = Case("graph", seqlen_q=700, slots=1008, scales="token", page_size=16, options=CAUSAL)
 
 
@@ -479,6 +485,42 @@ def test_graph_with_other_lengths(case: Case) -> None:
         graph.replay()
         check(captured, q, k, v, case, cache_seqlens=lengths)
         assert torch.equal(captured[0], flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths))
+
+
+@pytest.mark.parametrize("case", GRAPHS, ids=lambda case: case.name)
+def test_graphs_of_several_calls(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of a graph, as of the layers of a model, share a workspace one after another, and what other graphs
+    leave, deleted before or after, takes nothing from it."""
+    monkeypatch.setattr(decode, "torch", torch)  # a poisoned workspace would keep neighbouring calls apart
+
+    def captured(count: int) -> tuple[torch.cuda.CUDAGraph, list[Any], list[Any]]:
+        given = [case.make() for _ in range(count)]
+        q, k, v, options = given[0]
+        flash_attn_with_kvcache(q, k, v, **options)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = [
+                flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
+                for q, k, v, options in given
+            ]
+        return graph, given, got
+
+    before = captured(2)
+    before[0].replay()
+    graph, given, got = captured(5)
+    after = captured(3)
+    after[0].replay()
+    torch.cuda.synchronize()
+    del before, after
+    torch.cuda.empty_cache()
+    for _ in range(2):
+        for out, lse in got:
+            out.fill_(math.nan)
+            lse.fill_(math.nan)
+        graph.replay()
+        graph.replay()
+        for (q, k, v, options), results in zip(given, got, strict=True):
+            check(results, q, k, v, case, **options)
 
 
 @pytest.mark.parametrize(

@@ -321,7 +321,8 @@ class Run:
         ours = [contender for contender in contenders if contender.provider == peers.OURS]
         if cache.cache_dir() is None or any(contender.backend != peers.BACKEND for contender in ours):
             return
-        todo = decode.kernels(self.decode_cells(), list(dict.fromkeys(c.dtype for c in ours)))
+        wanted = decode.kernels(self.decode_cells(), list(dict.fromkeys(c.dtype for c in ours)))
+        todo = [config for config in wanted if not cache.holds(cache.cache_key(config, compiler.ARCH))]
         with self.progress() as progress:
             task = progress.add_task("compiling", total=len(todo))
             for _ in compiler.fill_cache(todo, self.options.jobs):

@@ -120,7 +120,7 @@ def prepare(contender: peers.Contender, case: Case, q: Tensor, k: Tensor, v: Ten
     calls = [functools.partial(attend, *pair) for pair in caches]
     if q.device.type != "cuda":
         return peers.Prepared(calls[0], kernel, backend, cases.output_error, size)
-    return peers.Prepared(_graph(calls), kernel, backend, cases.output_error, size, graph_calls=len(calls))
+    return peers.Prepared(_Graph(calls), kernel, backend, cases.output_error, size, graph_calls=len(calls))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -262,19 +262,20 @@ def _by_head(scale: Tensor) -> Tensor:
     return scale.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _graph(calls: Sequence[Callable[[], Tensor]]) -> Callable[[], Tensor]:
+class _Graph:
     """A launch that replays all calls; it returns the output of the first, always the same tensor."""
-    calls[0]()  # compiles, tunes
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = [call() for call in calls]
 
-    def launch() -> Tensor:
-        graph.replay()
-        return outs[0]
+    def __init__(self, calls: Sequence[Callable[[], Tensor]]):
+        self.calls = calls  # a graph knows addresses alone: what the calls read has to live as long
+        calls[0]()  # compiles, tunes
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.outs = [call() for call in calls]
 
-    return launch
+    def __call__(self) -> Tensor:
+        self.graph.replay()
+        return self.outs[0]
 
 
 def _copy(device: torch.device) -> peers.Prepared:

@@ -77,8 +77,11 @@ def finish(
 class AddUp:
     """The weighted sum of a row's parts, by a warp; what its subclasses launch."""
 
-    def __init__(self, cfg: DecodeConfig | Fwd16Config):
+    def __init__(self, cfg: DecodeConfig | Fwd16Config, at_once: int):
+        """at_once: parts that are loaded before one is added, a divisor of 32. For many parts of few rows it is the
+        latency of loads that counts, for few parts of many rows that none is loaded in vain."""
         self.cfg = cfg
+        self.at_once = at_once
         self.vectors = -(-cfg.head_dim_v // 128)  # of a lane, four columns each
 
     @cute.jit
@@ -111,18 +114,22 @@ class AddUp:
                 part = slot + i * apart + (later if i == 0 else 0)
                 weight = cute.math.exp2((m_ml[part, place, 0] - finite) * results.factor, fastmath=True)
                 total += weight * m_ml[part, place, 1]
-            for j in cutlass.range(cutlass.min(count - i0, 32), unroll=4):
-                part = slot + (i0 + j) * apart + (later if i0 + j == 0 else 0)
-                w = cute.arch.shuffle_sync(weight, j)
+            for j0 in cutlass.range(0, cutlass.min(count - i0, 32), self.at_once, unroll=1):
+                weights = [cute.arch.shuffle_sync(weight, j0 + j) for j in range(self.at_once)]
                 for v in cutlass.range_constexpr(self.vectors):
                     column = 4 * (32 * v + lane)
                     if column < self.cfg.head_dim_v:
-                        piece = cute.make_rmem_tensor(4, Float32)
-                        source = cute.domain_offset((part, place, column), m_o).iterator.toint()
-                        source = cute.make_ptr(Float32, source, cute.AddressSpace.gmem, assumed_align=16)
-                        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), piece)
-                        for e in cutlass.range_constexpr(4):
-                            o[e, v] = o[e, v] + w * piece[e]
+                        pieces = cute.make_rmem_tensor((4, self.at_once), Float32)
+                        for j in cutlass.range_constexpr(self.at_once):
+                            # past the last part that one again, of no weight
+                            at_j = cutlass.min(i0 + j0 + j, count - 1)
+                            part = slot + at_j * apart + (later if at_j == 0 else 0)
+                            source = cute.domain_offset((part, place, column), m_o).iterator.toint()
+                            source = cute.make_ptr(Float32, source, cute.AddressSpace.gmem, assumed_align=16)
+                            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), pieces[None, j])
+                        for j in cutlass.range_constexpr(self.at_once):
+                            for e in cutlass.range_constexpr(4):
+                                o[e, v] = o[e, v] + weights[j] * pieces[e, j]
         for step in cutlass.range_constexpr(5):
             total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
         for v in cutlass.range_constexpr(self.vectors):
@@ -135,7 +142,7 @@ class Combine(AddUp):
     """A warp for each packed row of the splitting kernel, where it has several parts."""
 
     def __init__(self, cfg: DecodeConfig):
-        super().__init__(cfg)
+        super().__init__(cfg, at_once=16)
         self.splits = Splits(cfg)
         self.pdl = cfg.arch == "sm_90a"
 
@@ -208,6 +215,9 @@ class CombineShares(AddUp):
     Parts are (shares, rows x heads, ...), those of a row and head equally far from one another; all count, and those of
     empty shares have no weight.
     """
+
+    def __init__(self, cfg: Fwd16Config):
+        super().__init__(cfg, at_once=4)
 
     @cute.jit
     def launch(self, results: Results, splits: Int32, stream):
