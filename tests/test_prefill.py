@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -336,6 +337,19 @@ def test_few_queries_are_split_and_many_are_not(
             found = [chosen(1 << i, batch=batch, heads=heads, dim=dim, keys=keys, **form) for i in range(13)]
             assert found == sorted(found)  # from some number of queries on
             assert not found[0] and (found[-1] or keys == 1024)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"page_size": 64}, {"cache": "e4m3", "scales": "token"}],
+    ids=["", "paged", "e4m3"],
+)
+def test_what_one_pass_over_the_keys_serves_is_split(dim: int, form: dict[str, Any]) -> None:
+    """All cells of the benchmark's phase decode, and a few queries without a group."""
+    for batch, keys in itertools.product((1, 16, 128), (1024, 8192, 131072)):
+        for seqlen_q, heads in ((1, (64, 8)), *((1 << i, (32, 32)) for i in range(5))):
+            assert not chosen(seqlen_q, batch=batch, heads=heads, dim=dim, keys=keys, **form)
 
 
 def test_a_busier_gpu_takes_the_forward_sooner() -> None:
