@@ -89,8 +89,8 @@ class FwdSm90:
         self.policy = policy
         self.mainloop = mainloop
         self.out_type = ELEMENTS[cfg.out_dtype]
-        # Places of tiles in shared memory. The producer writes that of a tile when the loads of the one before are issued,
-        # and consumers may still read the one `q_stages` + 1 before that, to store its O.
+        # Places of tiles in shared memory. The producer writes that of a tile when the loads of the one before are
+        # issued, and consumers may still read the one `q_stages` + 1 before that, to store its O.
         self.places = STAGES if cfg.varlen else 4
 
     # -- host -------------------------------------------------------------------------------------------------
