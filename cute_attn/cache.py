@@ -44,6 +44,7 @@ __all__ = [
     "cache_key",
     "clear",
     "describe",
+    "holds",
     "load_or_build",
     "source_digest",
 ]
@@ -168,6 +169,12 @@ def describe(config: object, arch: str) -> dict[str, Any]:
 def cache_key(config: object, arch: str) -> str:
     """Key of a compiled kernel: 64 hexadecimal digits, the SHA-256 of `describe(config, arch)` as JSON."""
     return hashlib.sha256(json.dumps(describe(config, arch), sort_keys=True).encode()).hexdigest()
+
+
+def holds(key: str) -> bool:
+    """Whether the disk cache has an entry of `key`; that it can be loaded is not tried."""
+    folder = cache_dir()
+    return folder is not None and (folder / f"{key}.json").is_file()
 
 
 def load_or_build(

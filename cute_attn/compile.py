@@ -151,10 +151,15 @@ def build(config: KernelConfig, options: str = "") -> Any:
             args += [integers(ends), integers(ends), integers(cute.sym_int32())]
         scores = [cutlass.Float32(1.0), cutlass.Float32(1.0), cutlass.Int32(1), cutlass.Int32(1)]
         if isinstance(config, Fwd16Config):
-            from cute_attn.kernels.sm90.fwd_16bit import Fwd16bitSm90, Fwd16bitVarlenSm90
+            from cute_attn.kernels.sm90.fwd_16bit import Fwd16bitSm90, Fwd16bitSplitSm90, Fwd16bitVarlenSm90
 
             entry = Fwd16bitVarlenSm90(config) if config.varlen else Fwd16bitSm90(config)
             args += [integers(1)] if config.varlen else []
+            if config.split_keys:
+                rows, entry = cute.sym_int32(), Fwd16bitSplitSm90(config)
+                args[0] = wide(element, rows, heads_q, d)
+                args[3:5] = wide(element, batch, seqlen_q, heads_q, d_v), scalars(batch, heads_q, seqlen_q)
+                args += [address]
             args += [*scores, *[cutlass.Int32(1)] * (3 if config.varlen else 2)]
         else:
             from cute_attn.kernels.sm80.fwd import Fwd16bitSm80, Fwd16bitVarlenSm80

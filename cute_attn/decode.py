@@ -434,7 +434,7 @@ def _plan(
     most = min(end - first, seqlen_q + left) if left >= 0 else end - first
     contiguous = not fp8 and side["block_table"] is None
     stored = rows_between(k_cache, v_cache) if contiguous else None
-    prefill = make_prefill(attend, batch, heads_q, heads_k, seqlen_q, capacity, most, window, stored)
+    prefill = make_prefill(attend, batch, heads_q, heads_k, seqlen_q, capacity, most, window, stored, sms)
     taken, why = choose(attend, prefill, batch, heads_q, heads_k, seqlen_q, most, sms)
     return dataclasses.replace(plan, prefill=prefill if taken else None, reasons=(why,))
 

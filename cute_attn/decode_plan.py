@@ -6,6 +6,10 @@ CTA takes the same number of tiles, from the lengths that it reads, or, where th
 (kernels/decode/split.py); `pieces` and `parts` below are the same in Python. Where the host knows the lengths and units
 stay whole, there is a CTA for each, and no combining kernel. With `num_splits` > 0 each unit instead is split into so
 many shares, by its own length alone: then results of a sequence do not depend on the others.
+
+Where units in equal shares fill the SMs, a CTA each, there are no more CTAs than that (`even_splits`). Then fewer parts
+are added up, and CTAs begin and end with units. Units of one length, those of one sequence or of lengths that the host
+knows, have a fixed number of shares, for which neither kernel reads what other sequences have.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ _RESERVED: Final = 1024  # bytes of shared memory that the system takes for each
 MOST_STAGES: Final = 8
 LEAST_STAGES: Final = 3  # two in flight while one is computed on
 LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining kernel than it saves
+EVEN: Final = 15 / 16  # of the SMs that even shares leave busy at least
+SHORT: Final = 8  # tiles of a CTA up to which one CTA on an SM is enough for every kernel
 LINE: Final = 128  # bytes of a line of L2, which a copy of a part of it loads whole
 
 
@@ -133,6 +139,21 @@ def heads_in_step(config: DecodeConfig, heads_k: int) -> int:
     return count if heads_k % count == 0 else 1
 
 
+def even_splits(config: DecodeConfig, units: int, tiles: int, sms: int) -> int:
+    """Equal shares of each of `units` units, of `tiles` tiles, that fill the SMs with a CTA each. 0 where they would
+    leave too many idle, or where one CTA does not keep an SM busy.
+
+    One does where rows of 16 bits lie one behind another, for up to 16 rows of queries. Codes are converted, pages
+    looked up, and more rows take more products: there memory waits for a lone CTA, which counts where it has many
+    tiles.
+    """
+    splits = sms // units
+    light = config.cache == "16bit" and config.paging == "none" and config.m_tiles == 1
+    if config.arch != "sm_90a" or units * splits < EVEN * sms or not (light or units * tiles <= SHORT * sms):
+        return 0
+    return max(min(splits, tiles // LEAST_TILES), 1)
+
+
 def shares(
     config: DecodeConfig,
     batch: int,
@@ -151,11 +172,16 @@ def shares(
     if num_splits:
         ctas = units * num_splits
         return Shares(ctas, num_splits, 1, ctas if num_splits > 1 else 0)
-    tiles = units * max(1, -(-capacity // config.tile_keys))
-    ctas = min(sms * ctas_per_sm(config), tiles)
-    if seen is not None and whole(ctas, [tiles_of(config, *seen)] * batch, units // batch):
+    tiles = max(1, -(-capacity // config.tile_keys)) if seen is None else tiles_of(config, *seen)
+    together = heads_in_step(config, heads_k)
+    splits = even_splits(config, units, tiles, sms)
+    if splits and together == 1 and (batch == 1 or seen is not None):
+        ctas = units * splits
+        return Shares(ctas, splits, 1, ctas if splits > 1 else 0)
+    ctas = units * splits if splits else min(sms * ctas_per_sm(config), units * tiles)
+    if seen is not None and whole(ctas, [tiles] * batch, units // batch):
         return Shares(units, 1, 1, 0)
-    return Shares(ctas, 0, LEAST_TILES, 2 * ctas, heads_in_step(config, heads_k))
+    return Shares(ctas, 0, LEAST_TILES, 2 * ctas, together)
 
 
 def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:

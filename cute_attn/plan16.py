@@ -284,7 +284,8 @@ def all_forward16_configs() -> list[Fwd16Config]:
         forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1, varlen=True),
         forward16_config(256, 256, "bf16", window=True, softcap=True, alibi=True, sinks=True, varlen=True),
     ]
-    return list(dict.fromkeys([*common, *features, *others, *varlen]))
+    split = [dataclasses.replace(config, split_keys=True) for config in varlen[-2:]]
+    return list(dict.fromkeys([*common, *features, *others, *varlen, *split]))
 
 
 def tile16_table() -> list[dict[str, object]]:

@@ -204,7 +204,7 @@ def kernels(
 def _cache_kernels(
     shapes: ModelShapes, form: str, lengths: Sequence[tuple[tuple[int, int], int, bool]], arch: str
 ) -> Iterator[KernelConfig]:
-    """Those for a cache of a form. Which of the two that attend takes many queries hangs on the batch: both."""
+    """Those for a cache of a form. Which of the three that attend takes many queries hangs on the batch: all."""
     dims = (shapes.head_dim, shapes.head_dim_v, tiles.DTYPE_NAMES[shapes.dtype])
     options = decode_plan.FORMS[form]
     paged = "page_size" in options
@@ -225,9 +225,13 @@ def _cache_kernels(
             if seqlen > 1 and arch == compiler.ARCH:
                 keys = 1 << 20  # more than a window, so that it cuts
                 rows = None if options else keys
-                of_call = (1, shapes.heads_q, shapes.heads_k, seqlen, keys, keys, ends, rows)
+                of_call = (1, shapes.heads_q, shapes.heads_k, seqlen, keys, keys, ends, rows, 1)
                 forward = prefill.make_prefill(split, *of_call)
-                yield from (forward.config, forward.unpack)
+                yield from (
+                    forward.config,
+                    dataclasses.replace(forward.config, split_keys=True),
+                    forward.unpack,
+                )
         codes = {name: x for name, x in options.items() if name != "page_size"}
         new = AppendConfig(*dims, **codes, paged=paged, batch_idx=index, arch=arch)
         yield new

@@ -1,9 +1,10 @@
 """Many queries against a KV cache: the 16-bit forward over rows of it, on Hopper.
 
 The splitting kernel of `cute_attn.decode` shares the keys out over the GPU, but each block of its rows (queries times
-heads of a group; 8 to 128 of them) reads all keys again. The forward has larger tiles and the tensor core's full rate,
-and a CTA for each tile, which takes all keys. It wants rows of 16 bits one behind another: a contiguous 16-bit cache is
-that as it lies, of pages and e4m3 codes a kernel makes them first (kernels/decode/unpack.py).
+heads of a group; 8 to 128 of them) reads all keys again. The forward has larger tiles and the tensor core's full rate.
+Where it has fewer tiles than the GPU has SMs, the keys of a tile are shared out, too, and a small kernel adds up what
+the shares give (`splits`). It wants rows of 16 bits one behind another: a contiguous 16-bit cache is that as it lies,
+of pages and e4m3 codes a kernel makes them first (kernels/decode/unpack.py).
 
 `choose` weighs one against the other by their times as `split_seconds` and `forward_seconds` count them. Both grow with
 the keys, so the choice hardly depends on how many of them there are, which the host need not know.
@@ -11,15 +12,16 @@ the keys, so the choice hardly depends on how many of them there are, which the 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from cute_attn import flash
+from cute_attn import flash, launch
 from cute_attn.compile import compile_kernel
 from cute_attn.kernels.config import DecodeConfig, Fwd16Config, UnpackConfig
 from cute_attn.launch import launch_forward16_varlen
@@ -33,6 +35,9 @@ BYTES_PER_SECOND: Final = 4.1e12  # copied, or read by the splitting kernel (per
 FORWARD_FLOPS: Final = {64: 5.3e14, 128: 6.6e14, 256: 7.5e14}  # by columns (perf/records/forward_16bit.json)
 SPLIT_FLOPS: Final = 3e14
 LAUNCHES: Final = 1e-5  # seconds, of launches before the forward that wait for one another; taken
+ADDING: Final = 5e-6  # seconds that adding up takes beside moving the parts, likewise
+LEAST_BLOCKS: Final = 4  # steps of the forward in a share of a tile's keys at least
+MOST_ROUNDS: Final = 4  # of shares over the SMs
 GAIN: Final = 0.9  # of the splitting kernel's time that the forward may take
 
 WORKSPACE: Final = 1 << 30  # bytes of rows that are made at a time, or those of one head of one sequence
@@ -50,6 +55,7 @@ class Prefill:
         stride: rows from one sequence to the next, in the cache or in the workspace.
         part: sequences and key heads that are attended to at a time: what the workspace has room for.
         window: (left, right), -1 without an end.
+        splits: shares of the keys of a tile.
     """
 
     config: Fwd16Config
@@ -57,6 +63,7 @@ class Prefill:
     stride: int
     part: tuple[int, int]
     window: tuple[int, int]
+    splits: int = 1
 
     @property
     def row_bytes(self) -> int:
@@ -84,6 +91,7 @@ def make_prefill(
     keys: int,
     window: tuple[int, int],
     rows: int | None,
+    sms: int,
 ) -> Prefill:
     """How the forward would serve the call that the splitting kernel `split` serves.
 
@@ -92,6 +100,7 @@ def make_prefill(
         keys: of them, that queries see at most.
         window: (left, right), -1 without an end.
         rows: from one sequence of the cache to the next, where that is rows as it lies; else None.
+        sms: of the GPU.
     """
     left, right = cutting_ends(window, seqlen_q, capacity)
     causal = (left, right) == (-1, 0)
@@ -126,7 +135,21 @@ def make_prefill(
         stride = max(keys, 1)
         pairs = max(1, WORKSPACE // (2 * (split.head_dim + split.head_dim_v) * stride))  # heads of a sequence
         part = (min(batch, pairs // heads_k), heads_k) if pairs >= heads_k else (1, pairs)
-    return Prefill(config, unpack, stride, part, (left, right))
+    whole = Prefill(config, unpack, stride, part, (left, right))
+    tiles = _tiles(whole, part[0] * part[1], heads_q // heads_k, seqlen_q)
+    most = keys // (LEAST_BLOCKS * config.tile_n)
+    counts = {min(rounds * sms // tiles, most) for rounds in range(1, MOST_ROUNDS + 1)}
+    split_config = dataclasses.replace(config, split_keys=True)
+    plans = [dataclasses.replace(whole, config=split_config, splits=n) for n in sorted(counts) if n > 1]
+    return min(
+        [whole, *plans], key=lambda plan: forward_seconds(plan, batch, heads_q, heads_k, seqlen_q, keys, sms)
+    )
+
+
+def _tiles(plan: Prefill, pairs: int, group: int, seqlen_q: int) -> int:
+    """Tiles of so many pairs of a sequence and a key head."""
+    config = plan.config
+    return pairs * group // config.pack_gqa * -(-seqlen_q * config.pack_gqa // config.tile_m)
 
 
 def split_seconds(config: DecodeConfig, batch: int, heads_k: int, rows: int, keys: int) -> float:
@@ -143,21 +166,31 @@ def split_seconds(config: DecodeConfig, batch: int, heads_k: int, rows: int, key
 def forward_seconds(
     plan: Prefill, batch: int, heads_q: int, heads_k: int, seqlen_q: int, keys: int, sms: int
 ) -> float:
-    """Time of the forward: rounds of tiles over all keys, or reading these, and making the rows first."""
+    """Time of the forward: rounds of tiles, or of shares of their keys, or reading these, making the rows first, and
+    adding up in the end."""
     config, group = plan.config, heads_q // heads_k
     columns = next(n for n in FORWARD_FLOPS if max(config.head_dim, config.head_dim_v) <= n)
-    of_tile = 2.0 * config.tile_m * keys * (config.head_dim + config.head_dim_v)
+    blocks = -(-keys // config.tile_n)
+    of_share = min(-(-blocks // plan.splits) * config.tile_n, keys)  # keys
+    of_tile = 2.0 * config.tile_m * of_share * (config.head_dim + config.head_dim_v)
     seconds = LAUNCHES
     for sequences, heads in parts(plan.part, batch, heads_k):
         pairs = (sequences.stop - sequences.start) * (heads.stop - heads.start)
-        tiles = pairs * group // config.pack_gqa * -(-seqlen_q * config.pack_gqa // config.tile_m)
+        tiles = plan.splits * _tiles(plan, pairs, group, seqlen_q)
         read = pairs * keys * plan.row_bytes / BYTES_PER_SECOND
         seconds += max(-(-tiles // sms) * of_tile / (FORWARD_FLOPS[columns] / sms), read)
+        if plan.splits > 1:
+            seconds += ADDING + 2.0 * 4 * _part_floats(plan, pairs * group * seqlen_q) / BYTES_PER_SECOND
         if plan.unpack.copy:
             seconds += read * (
                 1.5 if plan.unpack.cache == "e4m3" else 2.0
             )  # codes are half of the bytes of rows
     return seconds
+
+
+def _part_floats(plan: Prefill, rows: int) -> int:
+    """Of the workspace for what shares of the keys give to `rows` rows of heads: O, maximum and sum of each."""
+    return plan.splits * rows * (plan.config.head_dim_v + 2)
 
 
 def parts(part: tuple[int, int], batch: int, heads_k: int) -> Iterator[tuple[slice, slice]]:
@@ -187,7 +220,9 @@ def choose(
     taken = of_forward < GAIN * of_split
     why = (
         f"{rows} rows (queries times heads of a group) take the splitting kernel {-(-rows // split.rows)} passes over "
-        f"the keys, about {1e6 * of_split:.3g} us at {keys} of them, and the forward about {1e6 * of_forward:.3g} us"
+        f"the keys, about {1e6 * of_split:.3g} us at {keys} of them, and the forward"
+        + (f", which shares the keys of a tile out {plan.splits} times," if plan.splits > 1 else "")
+        + f" about {1e6 * of_forward:.3g} us"
     )
     return taken, why
 
@@ -239,6 +274,7 @@ def launch_prefill(
     q = flash._loaded(q, flash._loadable(q))
     out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=dtype, device=q.device)
     lse = torch.empty((heads_q, batch * seqlen_q), dtype=torch.float32, device=q.device)
+    lse_out = lse.view(heads_q, batch, seqlen_q).transpose(0, 1)
     out_rows, sinks = out.flatten(0, 1), side["sinks"]
     for sequences, heads in parts(plan.part, batch, heads_k):
         rows = slice(sequences.start * seqlen_q, sequences.stop * seqlen_q)
@@ -246,24 +282,86 @@ def launch_prefill(
         k_rows, v_rows, places = _rows(
             k_cache, v_cache, plan, side, sequences, heads, seqlen_q, seqlen_new, sms
         )
-        launch_forward16_varlen(
-            q[rows, heads_of_q],
-            k_rows,
-            v_rows,
-            places[2],
-            places[0],
-            plan.config,
-            seqused_k=places[1],
-            only_starts=True,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            window=plan.window,
-            alibi_slopes=None if alibi_slopes is None else alibi_slopes[sequences, heads_of_q],
-            sinks=None if sinks is None else sinks[heads_of_q],
-            out=out_rows[rows, heads_of_q],
-            lse=lse[heads_of_q, rows],
-        )
-    return out, lse.view(heads_q, batch, seqlen_q).transpose(0, 1)
+        given = (q[rows, heads_of_q], k_rows, v_rows, places[2], places[0], plan.config)
+        options: dict[str, Any] = {
+            "seqused_k": places[1],
+            "softmax_scale": softmax_scale,
+            "softcap": softcap,
+            "window": plan.window,
+            "alibi_slopes": None if alibi_slopes is None else alibi_slopes[sequences, heads_of_q],
+            "sinks": None if sinks is None else sinks[heads_of_q],
+        }
+        if plan.splits > 1:
+            launch_forward16_split(
+                *given,
+                splits=plan.splits,
+                out=out[sequences, :, heads_of_q],
+                lse=lse_out[sequences, heads_of_q],
+                sms=sms,
+                **options,
+            )
+        else:
+            launch_forward16_varlen(
+                *given,
+                only_starts=True,
+                out=out_rows[rows, heads_of_q],
+                lse=lse[heads_of_q, rows],
+                **options,
+            )
+    return out, lse_out
+
+
+def launch_forward16_split(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    config: Fwd16Config,
+    *,
+    seqused_k: Tensor,
+    splits: int,
+    softmax_scale: float,
+    softcap: float,
+    window: tuple[int, int],
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    sms: int,
+) -> None:
+    """Run the compiled 16-bit forward of `config` over `splits` shares of the keys of each tile, and add up.
+
+    Args: as those of `launch_forward16_varlen` with `only_starts`, but
+        q: (batch * seqlen_q, heads_q, head_dim), of sequences of `seqlen_q` queries.
+        out: (batch, seqlen_q, heads_q, head_dim_v).
+        lse: (batch, heads_q, seqlen_q) float32.
+    """
+    batch, seqlen_q, heads_q, head_dim_v = out.shape
+    device = q.device
+    q, *factors = launch._factors16(q, softmax_scale, softcap)
+    workspace = torch.empty(
+        splits * q.shape[0] * heads_q * (head_dim_v + 2), dtype=torch.float32, device=device
+    )
+    compile_kernel(config)(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        launch._zero(device).expand(batch, heads_q) if alibi_slopes is None else alibi_slopes,
+        launch._zero(device).expand(heads_q) if sinks is None else sinks,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        torch.empty((1,), dtype=torch.int32, device=device),  # counter of tiles
+        workspace.data_ptr(),
+        *factors,
+        *launch._window_ends(window, seqlen_q, k.shape[0]),
+        2,  # cu_seqlens_k says where keys begin, seqused_k how many there are
+        sms,
+        splits,
+    )
 
 
 def _rows(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import math
@@ -13,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +27,7 @@ from cute_attn import decode as cute_attn_decode
 from cute_attn import flash, reference
 from cute_attn.bench import __main__ as cli
 from cute_attn.bench import cases, decode, figures, lengths, overhead, peers, record, report, timing
-from cute_attn.kernels.config import FwdConfig, QuantizeConfig
+from cute_attn.kernels.config import DecodeConfig, FwdConfig, QuantizeConfig
 from cute_attn.plan16 import forward16_config
 
 CASE = cases.Case(batch=2, seqlen_q=200, seqlen_k=200, heads_q=4, heads_k=2, head_dim=64, causal=True)
@@ -731,6 +734,44 @@ def test_a_graph_of_several_calls_counts_each(monkeypatch: pytest.MonkeyPatch) -
     assert rows[0]["launches"] % 3 == 0 and rows[0]["peak_bytes"] is None
 
 
+def test_what_a_graph_reads_lives_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph holds addresses, and no tensor."""
+
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    caches = [torch.ones(2), torch.full((2,), 3.0)]
+    read = [weakref.ref(x) for x in caches]
+    launch = decode._Graph([functools.partial(torch.neg, x) for x in caches])
+    del caches
+    gc.collect()
+    assert launch().tolist() == [-1, -1] and all(x() is not None for x in read)
+    del launch
+    gc.collect()
+    assert all(x() is None for x in read)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_decode_kernels_are_those_of_the_calls(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, page_size: int | None
+) -> None:
+    monkeypatch.setattr(cute_attn_decode.kv, "target", lambda *_: "sm_90a")
+    monkeypatch.setattr(cute_attn_decode, "_sms", lambda _: 132)
+    monkeypatch.setattr(cute_attn_decode, "_plans", type(cute_attn_decode._plans)())
+    contender = peers.Contender("cute_attn", dtype, "decode")
+    for case in decode.cells(
+        seqlens=[64], head_dims=[64, 256], batch=2, page_sizes=[page_size], heads=8, heads_k=1
+    ):
+        q, k, v = cases.make_inputs(case, torch.bfloat16, "cpu")
+        [config] = decode.kernels([case], [dtype])
+        assert decode.prepare(contender, case, q, k, v).kernel == config.name
+
+
 def test_decode_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -752,12 +793,16 @@ def test_decode_report(
             for c in group
         ]
 
+    compiled: list[DecodeConfig] = []
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path))  # holds none
+    monkeypatch.setattr("cute_attn.compile.fill_cache", lambda todo, jobs: compiled.extend(todo) or iter(()))
     monkeypatch.setattr(timing, "time_cell", time_cell)
     path = tmp_path / "x.json"
     words = "--report speed --dtype bf16 --phase decode --seqlen 8192 --head-dim 128 --batch 16 --heads-k 8"
     assert cli.main([*words.split(), "--page-size", "64", "--json", str(path)]) == 0
     found = record.read(path).rows
     assert {row["page_size"] for row in found} == {64} and len(found) == 6
+    assert [(c.head_dim, c.rows, c.paging, c.cache) for c in compiled] == [(128, 8, "block", "16bit")]
     assert "One query for each sequence against a KV cache" in capsys.readouterr().out
     speed, _, latency, _ = report.speed_grids(found)
     assert speed.lines[0][2:5] == ["1x8192, pages of 64", "16 x 64/8", "4.00"]

@@ -153,7 +153,9 @@ def test_source_digest_covers_the_installed_kernels() -> None:
 
 def test_second_load_builds_nothing(cache_folder: Path) -> None:
     build = Builder()
+    assert not cache.holds(KEY)
     first = cache.load_or_build(KEY, build, Path.read_bytes, {"config": "x"})
+    assert cache.holds(KEY)
     assert cache.load_or_build(KEY, build, Path.read_bytes) == first == build.content
     assert build.calls == 1
     assert json.loads((cache_folder / f"{KEY}.json").read_text())["description"] == {"config": "x"}

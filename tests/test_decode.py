@@ -523,8 +523,56 @@ def test_units_stay_whole_where_that_takes_hardly_longer() -> None:
     known = decode_plan.shares(config, 64, 8, 8, 8192, 0, 132, (0, 8192))
     assert known == Shares(512, 1, 1, 0)  # nothing to combine: that kernel is not launched
     assert decode_plan.shares(config, 64, 8, 8, 8192, 0, 132).splits == 0
-    assert decode_plan.shares(config, 16, 8, 8, 8192, 0, 132, (0, 8192)).splits == 0
     assert decode_plan.shares(config, 1, 8, 8, 8192, 0, 132, (0, 0)) == Shares(8, 1, 1, 0)
+
+
+OF_CODES = {"cache": "e4m3", "scales": "token"}
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_k", "keys", "known", "form", "expected"),
+    [
+        (
+            1,
+            8,
+            131072,
+            False,
+            {},
+            Shares(128, 16, 1, 128),
+        ),  # one sequence: whatever its length on the device is
+        (1, 8, 1024, False, {}, Shares(64, 8, 1, 64)),  # two tiles each at least
+        (1, 8, 64, False, {}, Shares(8, 1, 1, 0)),
+        (1, 32, 8192, False, {}, Shares(128, 4, 1, 128)),
+        (4, 8, 8192, True, {}, Shares(128, 4, 1, 128)),
+        (4, 8, 8192, False, {}, Shares(128, 0, 2, 256)),  # sequences may be of unlike lengths
+        (16, 8, 8192, False, {}, Shares(128, 0, 2, 256)),
+        (16, 8, 8192, True, {}, Shares(128, 1, 1, 0)),
+        (1, 96, 8192, False, {}, Shares(264, 0, 2, 528)),  # 96 or 192 of 132 SMs
+        (64, 8, 8192, False, {}, Shares(264, 0, 2, 528)),
+        (1, 8, 8192, False, OF_CODES, Shares(128, 16, 1, 128)),  # short
+        (1, 8, 8192 + 512, False, OF_CODES, Shares(264, 0, 2, 528)),
+        (1, 8, 131072, False, {"page_size": 64}, Shares(264, 0, 2, 528)),
+        (1, 8, 131072, False, {"rows": 32}, Shares(264, 0, 2, 528)),
+        (1, 8, 131072, False, {"arch": "sm_80"}, Shares(132, 0, 2, 264)),
+    ],
+)
+def test_a_cta_for_each_sm_where_shares_are_even(
+    batch: int, heads_k: int, keys: int, known: bool, form: dict[str, Any], expected: Shares
+) -> None:
+    config = decode_plan.decode_config(128, 128, "bf16", **{"rows": 8, **form})
+    seen = (0, keys) if known else None
+    assert decode_plan.shares(config, batch, heads_k, form.get("rows", 8), keys, 0, 132, seen) == expected
+
+
+def test_even_shares_are_even() -> None:
+    """Of units of one length; the parts of none are spread over more CTAs than it has shares."""
+    config = decode_plan.decode_config(128, 128, "bf16", rows=8)
+    for batch, heads_k in ((2, 8), (4, 8), (16, 8), (2, 32)):
+        plan = decode_plan.shares(config, batch, heads_k, 8, 4096, 0, 132)
+        tiles = -(-4096 // config.tile_keys)
+        found = decode_plan.pieces(plan, [tiles] * batch, heads_k)
+        splits = plan.ctas // (batch * heads_k)
+        assert [p.count for p in found] == [tiles // splits] * plan.ctas == [tiles // splits] * len(found)
 
 
 def test_shares_of_work_are_even() -> None:

@@ -1,7 +1,8 @@
 """Attention against a KV cache on a GPU, against float64, and appending, against the reference bit for bit.
 
 Slots that no query sees hold NaN, table entries of their pages nonsense, and outputs are poisoned before every launch.
-Cases whose name begins with "prefill" run the 16-bit forward, however few their queries are.
+Cases whose name begins with "prefill" run the 16-bit forward, however few their queries are, and those that begin with
+"split" run it over shares of the keys.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Case:
     batch_idx: bool = False
     leftpad: bool = False
     lengths_of_host: bool = False  # cache_seqlens is an int
+    splits: int = 0  # shares of the keys in the 16-bit forward
     alibi: bool = False
     sinks: bool = False
     magnitudes: tuple[float, float] = (1.0, 1.0)  # of q and v
@@ -189,7 +191,42 @@ def prefills() -> list[Case]:
         "q_e4m3_token": Case("", scales="token", query="e4m3", page_size=16, **rows),
         "q_e4m3_head": Case("", scales="head", query="e4m3", **rows),
     }
-    return [replace(case, name=f"prefill_{name}") for name, case in cases.items()]
+    few = {"seqlen_q": 20, "slots": 1008, "options": CAUSAL}
+    split = {
+        "contiguous": cases["contiguous"],
+        "few": Case("", heads=(64, 8), **few),
+        "one_query": Case("", **{**few, "seqlen_q": 1}),
+        "more_than_blocks": Case("", splits=20, **few),
+        "full": cases["full"],
+        "leftpad": cases["leftpad"],
+        "dims_40_72": cases["fp16_dims_40_72"],
+        "dims_256": Case("", (1000, 0, 100), heads=(16, 2), dims=(256, 256), **few),
+        "mha": Case("", heads=(4, 4), **few),
+        "long": Case("", (20000, 5, 700), splits=30, **{**few, "slots": 20000}),
+        "many": cases["many"],
+        "pages_window": cases["pages_window"],
+        "window": cases["window"],
+        "all_features": cases["all_features"],
+        "negative_scale": cases["negative_scale"],
+        "e4m3_pages": cases["e4m3_pages"],
+        "huge": Case("", magnitudes=(3e4, 1.0), **few),
+    }
+    return [
+        *(replace(case, name=f"prefill_{name}") for name, case in cases.items()),
+        *(replace(case, name=f"split_{name}", splits=case.splits or 3) for name, case in split.items()),
+    ]
+
+
+def forward_taken(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 16-bit forward attends, with the case's shares of the keys."""
+
+    def make(*args: Any) -> prefill.Prefill:
+        plan = prefill.make_prefill(*args)
+        config = replace(plan.config, split_keys=case.splits > 1)
+        return replace(plan, config=config, splits=max(case.splits, 1))
+
+    monkeypatch.setattr(prefill, "GAIN", math.inf)
+    monkeypatch.setattr(decode, "make_prefill", make)
 
 
 CASES = [
@@ -338,6 +375,12 @@ NEW = [
     NewTokens("e4m3_head_all", scales="head", rotate=True, rotary="interleaved", page_size=16, dtype=FP16),
 ]
 GRAPH = Case("graph", slots=4000, heads=(16, 2))
+GRAPHS = [
+    replace(GRAPH, name="graphs", lengths=(3000, 1, 4000)),
+    replace(GRAPH, name="graphs_pages", lengths=(3000, 1, 4000), page_size=16),
+    replace(GRAPH, name="graphs_e4m3", lengths=(3000, 1, 4000), scales="token"),
+    replace(GRAPH, name="graphs_e4m3_pages", lengths=(3000, 1, 4000), scales="token", page_size=16),
+]
 GRAPH_MANY = Case("graph", seqlen_q=700, slots=1008, scales="token", page_size=16, options=CAUSAL)
 
 
@@ -385,13 +428,14 @@ def check(got: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, case: Cas
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_against_float64(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    if case.name.startswith("prefill"):
-        monkeypatch.setattr(prefill, "GAIN", math.inf)
+    forward = case.name.startswith(("prefill", "split"))
+    if forward:
+        forward_taken(case, monkeypatch)
     q, k, v, options = case.make()
     lengths = {"cache_seqlens": case.lengths[0]} if case.lengths_of_host else {}
     got = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **{**options, **lengths})
     assert got[0].dtype == case.dtype
-    if case.name.startswith("prefill"):
+    if forward:
         named = {name: x for name, x in {**options, **lengths}.items() if name != "softmax_scale"}
         assert decode_kernel(q, k, v, **named).startswith("fwd_sm90_")
         q, k, v = rounded(q, k, v, case, options)
@@ -443,9 +487,47 @@ def test_graph_with_other_lengths(case: Case) -> None:
         assert torch.equal(captured[0], flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths))
 
 
-@pytest.mark.parametrize("case", [GRAPH_MANY], ids=["graph_many"])
+@pytest.mark.parametrize("case", GRAPHS, ids=lambda case: case.name)
+def test_graphs_of_several_calls(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of a graph, as of the layers of a model, share a workspace one after another, and what other graphs
+    leave, deleted before or after, takes nothing from it."""
+    monkeypatch.setattr(decode, "torch", torch)  # a poisoned workspace would keep neighbouring calls apart
+
+    def captured(count: int) -> tuple[torch.cuda.CUDAGraph, list[Any], list[Any]]:
+        given = [case.make() for _ in range(count)]
+        q, k, v, options = given[0]
+        flash_attn_with_kvcache(q, k, v, **options)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = [
+                flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
+                for q, k, v, options in given
+            ]
+        return graph, given, got
+
+    before = captured(2)
+    before[0].replay()
+    graph, given, got = captured(5)
+    after = captured(3)
+    after[0].replay()
+    torch.cuda.synchronize()
+    del before, after
+    torch.cuda.empty_cache()
+    for _ in range(2):
+        for out, lse in got:
+            out.fill_(math.nan)
+            lse.fill_(math.nan)
+        graph.replay()
+        graph.replay()
+        for (q, k, v, options), results in zip(given, got, strict=True):
+            check(results, q, k, v, case, **options)
+
+
+@pytest.mark.parametrize(
+    "case", [GRAPH_MANY, replace(GRAPH_MANY, name="graph_split", splits=3)], ids=lambda case: case.name
+)
 def test_graph_of_many_queries_with_other_lengths(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "GAIN", math.inf)
+    forward_taken(case, monkeypatch)
     q, k, v, options = case.make()
     for x in (k, v):
         x.copy_(torch.randn(x.shape, device=DEVICE).to(x.dtype))

@@ -382,7 +382,7 @@ def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sample_of_kernels_has_each_feature() -> None:
     configs = plan16.all_forward16_configs()
     assert len(set(configs)) == len(configs) == len({config.name for config in configs})
-    for feature in ("causal", "window", "softcap", "alibi", "sinks", "o_direct"):
+    for feature in ("causal", "window", "softcap", "alibi", "sinks", "o_direct", "split_keys"):
         assert {getattr(config, feature) for config in configs} == {False, True}
 
 
@@ -422,6 +422,7 @@ def test_clusters_are_for_heads_with_tiles_enough() -> None:
             "3 consumer warpgroups of 240 registers and a producer of 24 want 744, more than the 512",
         ),
         ({"producer_regs": 32}, "a producer of 32 want 512, more than the 504 registers"),
+        ({"split_keys": True}, "varlen must be True with split_keys"),
     ],
 )
 def test_impossible_configurations(changed: dict[str, Any], message: str) -> None:
@@ -452,6 +453,8 @@ def test_names_tell_configurations_apart() -> None:
         {"consumer_regs": 160},
         {"cluster": 2},
         {"pack_gqa": 2},
+        {"varlen": True},
+        {"split_keys": True},
     ]
     names = {replace(good, **changed).name for changed in changes}
     assert len(names) == len(changes)

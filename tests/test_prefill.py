@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -116,6 +117,28 @@ def forward(
         out[rows], lse[:, rows] = one[0].to(out.dtype), one_lse[0]
 
 
+def forward_split(*operands: Any, splits: int, out: Tensor, lse: Tensor, sms: int, **options: Any) -> None:
+    """`launch_forward16_split`, with the keys of a tile in one piece."""
+    config = operands[-1]
+    assert config.split_keys and splits > 1 and sms == SMS
+    rows = torch.empty(operands[0].shape[0], *out.shape[2:], dtype=out.dtype)
+    rows_lse = torch.empty(lse.shape[1], rows.shape[0])
+    forward(*operands, only_starts=True, out=rows, lse=rows_lse, **options)
+    out[:] = rows.view(out.shape)
+    lse[:] = rows_lse.view(lse.shape[1], *out.shape[:2]).transpose(0, 1)
+
+
+def splitting(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+    """The forward takes the keys of a tile in so many shares, however few they are."""
+
+    def make(*args: Any) -> prefill.Prefill:
+        plan = make_prefill(*args)
+        config = dataclasses.replace(plan.config, split_keys=True)
+        return dataclasses.replace(plan, config=config, splits=splits)
+
+    monkeypatch.setattr(decode, "make_prefill", make)
+
+
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of sm_90a, done in torch."""
@@ -135,6 +158,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "GAIN", math.inf)  # the forward, however few the queries are
     monkeypatch.setattr(prefill, "compile_kernel", unpacked)
     monkeypatch.setattr(prefill, "launch_forward16_varlen", forward)
+    monkeypatch.setattr(prefill, "launch_forward16_split", forward_split)
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -200,12 +224,15 @@ def cached(form: str, leftpad: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
     "workspace", [1 << 30, 2 * 24 * 160 * 4, 2 * 24 * 160, 1], ids=["all", "b", "hh", "h"]
 )
 @pytest.mark.parametrize("leftpad", [False, True], ids=["", "leftpad"])
+@pytest.mark.parametrize("splits", [1, 3], ids=["", "split"])
 @pytest.mark.parametrize("form", FORMS)
 def test_launches_give_what_the_definition_says(
-    form: str, leftpad: bool, workspace: int, hopper: None, monkeypatch: pytest.MonkeyPatch
+    form: str, splits: int, leftpad: bool, workspace: int, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts of any size, with every feature that the kernels are given."""
     monkeypatch.setattr(prefill, "WORKSPACE", workspace)
+    if splits > 1:
+        splitting(monkeypatch, splits)
     k, v, options = cached(form, leftpad)
     features: list[dict[str, Any]] = [
         {"causal": True},
@@ -291,7 +318,7 @@ def chosen(
     rows = seqlen_q * heads_q // heads_k
     split = decode_plan.decode_config(dim, dim, "bf16", rows=rows, row_ends=seqlen_q > 1, **form)
     stored = None if form else keys
-    plan = make_prefill(split, batch, heads_q, heads_k, seqlen_q, keys, keys, (-1, 0), stored)
+    plan = make_prefill(split, batch, heads_q, heads_k, seqlen_q, keys, keys, (-1, 0), stored, SMS)
     return choose(split, plan, batch, heads_q, heads_k, seqlen_q, keys, SMS)[0]
 
 
@@ -312,16 +339,50 @@ def test_few_queries_are_split_and_many_are_not(
             assert not found[0] and (found[-1] or keys == 1024)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"page_size": 64}, {"cache": "e4m3", "scales": "token"}],
+    ids=["", "paged", "e4m3"],
+)
+def test_what_one_pass_over_the_keys_serves_is_split(dim: int, form: dict[str, Any]) -> None:
+    """All cells of the benchmark's phase decode, and a few queries without a group."""
+    for batch, keys in itertools.product((1, 16, 128), (1024, 8192, 131072)):
+        for seqlen_q, heads in ((1, (64, 8)), *((1 << i, (32, 32)) for i in range(5))):
+            assert not chosen(seqlen_q, batch=batch, heads=heads, dim=dim, keys=keys, **form)
+
+
 def test_a_busier_gpu_takes_the_forward_sooner() -> None:
-    """Few tiles leave SMs idle, which the splitting kernel does not."""
+    """What a call costs whatever the batch is, and adding up, the splitting kernel has not."""
     first = [next(n for n in range(1, 4096) if chosen(n, batch=batch)) for batch in (1, 4, 16)]
-    assert first == sorted(first, reverse=True) and first[0] > 32 and first[-1] < 16
+    assert first == sorted(first, reverse=True) and first[0] > 8 and first[-1] < 8
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "batch", "heads", "keys", "splits"),
+    [
+        (32, 1, (64, 8), 32768, 8),  # 16 tiles
+        (128, 1, (64, 8), 32768, 2),  # 64
+        (512, 1, (64, 8), 32768, 1),  # 256: two rounds as they are
+        (32, 16, (64, 8), 32768, 1),
+        (32, 1, (8, 1), 4096, 8),  # two tiles of 32 steps
+        (32, 1, (8, 1), 500, 1),
+    ],
+)
+def test_splits(seqlen_q: int, batch: int, heads: tuple[int, int], keys: int, splits: int) -> None:
+    """As many shares as fill the GPU, of enough steps."""
+    split = decode_plan.decode_config(128, 128, "bf16", rows=seqlen_q * heads[0] // heads[1], row_ends=True)
+    plan = make_prefill(split, batch, *heads, seqlen_q, keys, keys, (-1, 0), keys, SMS)
+    assert plan.splits == splits and plan.config.split_keys == (splits > 1)
+    unsplit = dataclasses.replace(plan, splits=1)
+    times = [prefill.forward_seconds(p, batch, *heads, seqlen_q, keys, SMS) for p in (plan, unsplit)]
+    assert times[0] <= times[1]
 
 
 def test_numbers_of_queries_in_the_documentation() -> None:
     """docs/performance.md: from which power of two on the forward runs, of 8,192 keys, heads 64 and 8, head_dim 128."""
     pages: dict[str, Any] = {"cache": "e4m3", "scales": "token", "page_size": 64}
-    for batch, form, first in ((1, {}, 64), (16, {}, 8), (1, pages, 256), (16, pages, 32)):
+    for batch, form, first in ((1, {}, 16), (16, {}, 8), (1, pages, 64), (16, pages, 32)):
         assert next(1 << i for i in range(13) if chosen(1 << i, batch=batch, **form)) == first
 
 

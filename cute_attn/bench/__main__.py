@@ -159,7 +159,9 @@ def build_parser() -> argparse.ArgumentParser:
     option(run, "--min-batch-ms", text, type=float, default=50.0, metavar="MS")
     text = "fewer lengths, rounds and inputs; one kernel for each head_dim and kind of operands"
     option(run, "--quick", text, action="store_true")
-    count(run, "--jobs", "processes that compile for the figures (default: CPUs, at most 4)")
+    count(
+        run, "--jobs", "processes that compile (default: CPUs; at most 4 for the figures, 8 for phase decode)"
+    )
 
     for flag, text in (
         ("--json", "record: meta and rows"),
@@ -309,6 +311,23 @@ class Run:
             page_sizes=options.page_size or (None,),
         )
 
+    def compile_decode(self, contenders: Sequence[Any]) -> None:
+        """Kernels of phase decode to the disk cache, in several processes; else each cell would wait for its own. What
+        fails here fails again in its cell, which says so."""
+        from cute_attn import cache
+        from cute_attn import compile as compiler
+        from cute_attn.bench import decode, peers
+
+        ours = [contender for contender in contenders if contender.provider == peers.OURS]
+        if cache.cache_dir() is None or any(contender.backend != peers.BACKEND for contender in ours):
+            return
+        wanted = decode.kernels(self.decode_cells(), list(dict.fromkeys(c.dtype for c in ours)))
+        todo = [config for config in wanted if not cache.holds(cache.cache_key(config, compiler.ARCH))]
+        with self.progress() as progress:
+            task = progress.add_task("compiling", total=len(todo))
+            for _ in compiler.fill_cache(todo, self.options.jobs):
+                progress.advance(task)
+
     def contenders(self) -> list[Any]:
         """Who is timed."""
         from cute_attn.bench import peers
@@ -331,6 +350,7 @@ class Run:
             todo += [(case, "prefill") for case in self.prefill_cells()]
         if "decode" in options.phase:
             todo += [(case, "decode") for case in self.decode_cells()]
+            self.compile_decode([contender for contender in found if contender.phase == "decode"])
         try:
             with self.progress() as progress:
                 task = progress.add_task("timing", total=len(todo))

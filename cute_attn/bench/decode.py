@@ -14,8 +14,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from cute_attn import decode_plan
 from cute_attn.bench import cases, peers
 from cute_attn.bench.cases import Case
+from cute_attn.kernels.config import DecodeConfig
 
 TOKENS: Final = 1 << 20  # of all sequences of a cell at most
 SEQLENS: Final = (1024, 8192, 131072)
@@ -65,6 +67,26 @@ def cells(
     return found
 
 
+def kernels(found: Sequence[Case], dtypes: Sequence[str]) -> list[DecodeConfig]:
+    """Of this library, those that the cells call at these precisions: to be compiled side by side ahead of the cells.
+
+    dtypes: of contenders, "fp8" for a cache of e4m3 with scales of tokens.
+    """
+    wanted = {
+        decode_plan.decode_config(
+            case.head_dim,
+            case.head_dim,
+            "bf16" if dtype == "fp8" else dtype,
+            page_size=case.page_size,
+            rows=case.seqlen_q * (case.heads_q // case.heads_k),
+            **(decode_plan.FORMS["e4m3"] if dtype == "fp8" else {}),
+        ): None
+        for case in found
+        for dtype in dtypes
+    }
+    return list(wanted)
+
+
 def prepare(contender: peers.Contender, case: Case, q: Tensor, k: Tensor, v: Tensor) -> peers.Prepared:
     """Make `contender` ready: q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_k, head_dim),
     which become caches. In phase prefill there is one cache and no graph: a launch takes long enough.
@@ -98,7 +120,7 @@ def prepare(contender: peers.Contender, case: Case, q: Tensor, k: Tensor, v: Ten
     calls = [functools.partial(attend, *pair) for pair in caches]
     if q.device.type != "cuda":
         return peers.Prepared(calls[0], kernel, backend, cases.output_error, size)
-    return peers.Prepared(_graph(calls), kernel, backend, cases.output_error, size, graph_calls=len(calls))
+    return peers.Prepared(_Graph(calls), kernel, backend, cases.output_error, size, graph_calls=len(calls))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -240,19 +262,20 @@ def _by_head(scale: Tensor) -> Tensor:
     return scale.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _graph(calls: Sequence[Callable[[], Tensor]]) -> Callable[[], Tensor]:
+class _Graph:
     """A launch that replays all calls; it returns the output of the first, always the same tensor."""
-    calls[0]()  # compiles, tunes
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = [call() for call in calls]
 
-    def launch() -> Tensor:
-        graph.replay()
-        return outs[0]
+    def __init__(self, calls: Sequence[Callable[[], Tensor]]):
+        self.calls = calls  # a graph knows addresses alone: what the calls read has to live as long
+        calls[0]()  # compiles, tunes
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.outs = [call() for call in calls]
 
-    return launch
+    def __call__(self) -> Tensor:
+        self.graph.replay()
+        return self.outs[0]
 
 
 def _copy(device: torch.device) -> peers.Prepared:

@@ -115,6 +115,30 @@ def key_blocks(m_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window, cfg: Fw
 
 
 @cute.jit
+def share_start(total: Int32, parts: Int32, index: Int32) -> Int32:
+    """First item of share `index` when `parts` share `total` items: the first `total % parts` get one more."""
+    each = total // parts
+    return index * each + cutlass.min(index, total - each * parts)
+
+
+@cute.jit
+def split_blocks(blocks, split: Int32, splits: Int32):
+    """Of a tile's `key_blocks` those of one of `splits` shares, likewise, and whether the share is empty.
+
+    There are no clusters. Where the tile has fewer blocks than shares, an empty share visits one block that is not its
+    own, as every tile visits one.
+    """
+    end, passed, masked, plain_end, start = blocks
+    total = end - start
+    first = cutlass.min(start + share_start(total, splits, split), end - 1)
+    last = cutlass.max(start + share_start(total, splits, split + 1), first + 1)
+    plain_end = last - (end - plain_end)
+    masked = cutlass.min(cutlass.max(last - (end - masked), 0), last - first)
+    plain_end = cutlass.min(cutlass.max(plain_end, masked), last - first)
+    return (last, passed, masked, plain_end, first), split >= total
+
+
+@cute.jit
 def blocks_seen(row_end: Int32, seqlen_q: Int32, seqlen_k: Int32, cfg: FwdConfig) -> Int32:
     """Key blocks that the rows before `row_end` see under a causal mask, at least 1."""
     last = (row_end - 1) // cfg.pack_gqa  # bottom-right: query i sees keys j <= i + seqlen_k - seqlen_q

@@ -33,7 +33,7 @@ from cutlass import Int32
 from ..config import FwdConfig
 
 STAGES = 2  # places: of the tile that is worked on, and of the next
-PLACE = 8  # words of a place: (m_block or END, head, sequence, first row, rows, first key, keys, 0)
+PLACE = 8  # words of a place: (m_block or END, head, sequence, first row, rows, first key, keys, share of the keys)
 END = -1  # there is no tile any more
 FAR = 2**30  # rows that `ragged_load` goes back
 
@@ -179,11 +179,11 @@ def find_sequence(unit: Int32, search, lengths, heads: Int32, cfg: FwdConfig):
 
     search   (first sequence of the lanes, units of the sequences before it), from the call before, for a lower unit
     lengths  see `FwdSm90.kernel`
-    heads    units of a tile's rows, one for each head or pack of heads
+    heads    units of a tile's rows, one for each head or pack of heads, or for each share of the keys of these
     found    whether there is such a unit
     place    (sequence, first row, rows, first key, keys)
     """
-    cu_q, cu_k, used_k, has_used, _, _ = lengths
+    cu_q, cu_k, used_k, has_used = lengths[:4]
     first, before = search
     batch = cu_q.shape[0] - 1
     lane = cute.arch.lane_idx()
@@ -218,13 +218,14 @@ def find_sequence(unit: Int32, search, lengths, heads: Int32, cfg: FwdConfig):
 def unit_of_sequence(
     rest: Int32, rows: Int32, keys: Int32, group: Int32, heads_k: Int32, keys_in_turn: Int32, cfg: FwdConfig
 ):
-    """Unit of a sequence -> (m_block, head); head is one of K where rows are packed.
+    """Unit of a sequence -> (m_block, head); head is one of K where rows are packed. Where keys are split, `group` has
+    a member for each share, and `head` counts these.
 
     Without a causal mask the units of a head are neighbours, so that its K and V stay in L2 while they are needed. With
     one the longest units come first, of as many key heads at a time as have room in L2: `keys_in_turn` keys.
     """
     m_blocks = (rows * cfg.pack_gqa + (cfg.tile_m - 1)) // cfg.tile_m
-    if cutlass.const_expr(cfg.causal):
+    if cutlass.const_expr(cfg.causal and not cfg.split_keys):
         turn = cutlass.min(cutlass.max(keys_in_turn // cutlass.max(keys, 1), 1), heads_k)
         section = rest // (turn * m_blocks * group)
         rest = rest - section * (turn * m_blocks * group)
@@ -253,7 +254,7 @@ def put_place(at, places: cute.Tensor, pipe, slot):
     """Tell the consumer warps where their next tile is, the words of a place; by the producer's warp."""
     pipe.producer_acquire(slot)  # waits until all consumer warps have read the place before last
     if cute.arch.lane_idx() == 0:
-        for i in cutlass.range_constexpr(7):
+        for i in cutlass.range_constexpr(len(at)):
             places[i, slot.index] = at[i]
         pipe.producer_commit(slot)  # by the one lane that wrote
 

@@ -36,6 +36,7 @@ class _Forward:
     alibi: bool
     sinks: bool
     varlen = False  # sequences of one length unless a subclass has others
+    split_keys = False
     padded_v = False  # with `varlen`, whether V of each sequence begins at a multiple of V_SCALE_GROUP keys
 
     @property
@@ -246,6 +247,9 @@ class Fwd16Config(_Forward):
     cluster: int = 1  # CTAs that share every tile of K and V: each loads a part for all
     pack_gqa: int = 1  # query heads of a group whose rows share a tile, those of one query side by side
     varlen: bool = False  # sequences of unlike length, their rows behind one another
+    split_keys: bool = (
+        False  # with `varlen`: several CTAs share the keys of a tile, another kernel adds up their parts
+    )
 
     @property
     def out_dtype(self) -> str:
@@ -278,8 +282,8 @@ class Fwd16Config(_Forward):
 
     @property
     def o_direct(self) -> bool:
-        """O goes to memory from registers, as shared memory has no room for it."""
-        return self._tiles(1) > SMEM_LIMIT
+        """O goes to memory from registers: shared memory has no room for it, or it is a part in float32."""
+        return self.split_keys or self._tiles(1) > SMEM_LIMIT
 
     @property
     def name(self) -> str:
@@ -293,6 +297,7 @@ class Fwd16Config(_Forward):
         cta = ("" if self.cluster == 1 else f"_x{self.cluster}") + (
             "" if self.pack_gqa == 1 else f"_g{self.pack_gqa}"
         )
+        cta += "_split" if self.split_keys else ""
         tiles = f"m{self.tile_m}n{self.tile_n}k{self.kv_stages}"
         dims = dims_name(self.head_dim, self.head_dim_v)
         return f"fwd_sm90_{self.dtype}_{dims}_{self.features}_{tiles}{steps}{cta}{regs}"
@@ -317,5 +322,7 @@ class Fwd16Config(_Forward):
             raise ValueError(f"tile_n must be a multiple of 16 from 16 to 256, got {self.tile_n}")
         if self.dtype not in ("bf16", "fp16"):
             raise ValueError(f"dtype must be 'bf16' or 'fp16', got {self.dtype!r}")
+        if self.split_keys and not self.varlen:
+            raise ValueError("varlen must be True with split_keys")
         self._check_varlen()
         self._check_cta()

@@ -41,7 +41,9 @@ class Fwd16Sm80Config:
     ctas: int = 2  # of an SM at least: bounds the registers
     arch: str = "sm_90a"
 
-    cluster = 1  # for the order of work, which it shares with the Hopper kernel
+    # for the order of work, which it shares with the Hopper kernel
+    cluster = 1
+    split_keys = False
 
     @property
     def features(self) -> str:

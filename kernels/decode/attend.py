@@ -39,12 +39,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
+from ..common.scheduler import share_start
 from ..config import DECODE_KEYS, DecodeConfig
 from .combine import Combine, Results
 from .gather import Gather
 from .loads import Cache, Keys, Loads
 from .queries import Queries
-from .split import Lengths, Piece, Shares, Splits, share_start
+from .split import Lengths, Piece, Shares, Splits
 from .step import Scoring, Step
 
 

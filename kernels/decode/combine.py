@@ -10,8 +10,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from ..common.floats import bf16_pair, fp16_pair
-from ..config import DecodeConfig
-from .split import Lengths, Shares, Splits, share_of, share_start
+from ..common.scheduler import share_start
+from ..config import DecodeConfig, Fwd16Config
+from .split import Lengths, Shares, Splits, share_of
 
 LOG2_E = math.log2(math.e)
 WARPS = 4  # of a CTA, a row each
@@ -73,13 +74,76 @@ def finish(
         results.lse[at.batch, head_q, query] = lse
 
 
-class Combine:
-    """A warp for each packed row: the weighted sum of the row's parts, where it has several."""
+class AddUp:
+    """The weighted sum of a row's parts, by a warp; what its subclasses launch."""
+
+    def __init__(self, cfg: DecodeConfig | Fwd16Config, at_once: int):
+        """at_once: parts that are loaded before one is added, a divisor of 32. For many parts of few rows it is the
+        latency of loads that counts, for few parts of many rows that none is loaded in vain."""
+        self.cfg = cfg
+        self.at_once = at_once
+        self.vectors = -(-cfg.head_dim_v // 128)  # of a lane, four columns each
+
+    @cute.jit
+    def add_up(
+        self,
+        results: Results,
+        at: Row,
+        place: Int32,  # of the row in its slots
+        slot: Int32,  # of the first part
+        apart: Int32,  # slots from one part to the next
+        count: Int32,
+        later: Int32,  # what the first part's slot is further on
+        lane: Int32,
+    ):
+        """A row's parts, one for each of `count` slots."""
+        m_ml, m_o = results.partial_ml, results.partial_o
+        top = -Float32.inf
+        for i in cutlass.range(lane, count, 32, unroll=1):
+            top = cute.arch.fmax(top, m_ml[slot + i * apart + (later if i == 0 else 0), place, 0])
+        for step in cutlass.range_constexpr(5):
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << step))
+        finite = Float32(0.0) if top == -Float32.inf else top
+        total = Float32(0.0)
+        o = cute.make_rmem_tensor((4, self.vectors), Float32)
+        o.fill(0.0)
+        for i0 in cutlass.range(0, count, 32, unroll=1):
+            i = i0 + lane
+            weight = Float32(0.0)
+            if i < count:
+                part = slot + i * apart + (later if i == 0 else 0)
+                weight = cute.math.exp2((m_ml[part, place, 0] - finite) * results.factor, fastmath=True)
+                total += weight * m_ml[part, place, 1]
+            for j0 in cutlass.range(0, cutlass.min(count - i0, 32), self.at_once, unroll=1):
+                weights = [cute.arch.shuffle_sync(weight, j0 + j) for j in range(self.at_once)]
+                for v in cutlass.range_constexpr(self.vectors):
+                    column = 4 * (32 * v + lane)
+                    if column < self.cfg.head_dim_v:
+                        pieces = cute.make_rmem_tensor((4, self.at_once), Float32)
+                        for j in cutlass.range_constexpr(self.at_once):
+                            # past the last part that one again, of no weight
+                            at_j = cutlass.min(i0 + j0 + j, count - 1)
+                            part = slot + at_j * apart + (later if at_j == 0 else 0)
+                            source = cute.domain_offset((part, place, column), m_o).iterator.toint()
+                            source = cute.make_ptr(Float32, source, cute.AddressSpace.gmem, assumed_align=16)
+                            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), pieces[None, j])
+                        for j in cutlass.range_constexpr(self.at_once):
+                            for e in cutlass.range_constexpr(4):
+                                o[e, v] = o[e, v] + weights[j] * pieces[e, j]
+        for step in cutlass.range_constexpr(5):
+            total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+        for v in cutlass.range_constexpr(self.vectors):
+            column = 4 * (32 * v + lane)
+            if column < self.cfg.head_dim_v:
+                finish(self.cfg, results, at, column, top, total, o[None, v])
+
+
+class Combine(AddUp):
+    """A warp for each packed row of the splitting kernel, where it has several parts."""
 
     def __init__(self, cfg: DecodeConfig):
-        self.cfg = cfg
+        super().__init__(cfg, at_once=16)
         self.splits = Splits(cfg)
-        self.vectors = -(-cfg.head_dim_v // 128)  # of a lane, four columns each
         self.pdl = cfg.arch == "sm_90a"
 
     @cute.jit
@@ -144,51 +208,48 @@ class Combine:
             if count > 1:
                 self.add_up(results, Row(b, head, row, group), place, slot, apart, count, later, lane)
 
+
+class CombineShares(AddUp):
+    """A warp for each row and head of the 16-bit forward over shares of the keys (sm90/fwd_16bit.py).
+
+    Parts are (shares, rows x heads, ...), those of a row and head equally far from one another; all count, and those of
+    empty shares have no weight.
+    """
+
+    def __init__(self, cfg: Fwd16Config):
+        super().__init__(cfg, at_once=4)
+
     @cute.jit
-    def add_up(
+    def launch(self, results: Results, splits: Int32, stream):
+        batch, seqlen_q, heads_q = results.out.shape[0], results.out.shape[1], results.out.shape[2]
+        *tensors, factor = results
+        self.kernel(*tensors, factor, splits).launch(
+            grid=[cute.ceil_div(batch * seqlen_q * heads_q, WARPS), 1, 1],
+            block=[32 * WARPS, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
         self,
-        results: Results,
-        at: Row,
-        place: Int32,  # of the row in its slots
-        slot: Int32,  # of the first part
-        apart: Int32,  # slots from one part to the next
-        count: Int32,
-        later: Int32,  # what the first part's slot is further on
-        lane: Int32,
+        m_out: cute.Tensor,
+        m_lse: cute.Tensor,
+        m_sinks,
+        m_ml: cute.Tensor,
+        m_o: cute.Tensor,
+        factor: Float32,
+        splits: Int32,
     ):
-        """A row's parts, one for each of `count` slots."""
-        m_ml, m_o = results.partial_ml, results.partial_o
-        top = -Float32.inf
-        for i in cutlass.range(lane, count, 32, unroll=1):
-            top = cute.arch.fmax(top, m_ml[slot + i * apart + (later if i == 0 else 0), place, 0])
-        for step in cutlass.range_constexpr(5):
-            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << step))
-        finite = Float32(0.0) if top == -Float32.inf else top
-        total = Float32(0.0)
-        o = cute.make_rmem_tensor((4, self.vectors), Float32)
-        o.fill(0.0)
-        for i0 in cutlass.range(0, count, 32, unroll=1):
-            i = i0 + lane
-            weight = Float32(0.0)
-            if i < count:
-                part = slot + i * apart + (later if i == 0 else 0)
-                weight = cute.math.exp2((m_ml[part, place, 0] - finite) * results.factor, fastmath=True)
-                total += weight * m_ml[part, place, 1]
-            for j in cutlass.range(cutlass.min(count - i0, 32), unroll=4):
-                part = slot + (i0 + j) * apart + (later if i0 + j == 0 else 0)
-                w = cute.arch.shuffle_sync(weight, j)
-                for v in cutlass.range_constexpr(self.vectors):
-                    column = 4 * (32 * v + lane)
-                    if column < self.cfg.head_dim_v:
-                        piece = cute.make_rmem_tensor(4, Float32)
-                        source = cute.domain_offset((part, place, column), m_o).iterator.toint()
-                        source = cute.make_ptr(Float32, source, cute.AddressSpace.gmem, assumed_align=16)
-                        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), piece)
-                        for e in cutlass.range_constexpr(4):
-                            o[e, v] = o[e, v] + w * piece[e]
-        for step in cutlass.range_constexpr(5):
-            total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-        for v in cutlass.range_constexpr(self.vectors):
-            column = 4 * (32 * v + lane)
-            if column < self.cfg.head_dim_v:
-                finish(self.cfg, results, at, column, top, total, o[None, v])
+        results = Results(m_out, m_lse, m_sinks, m_ml, m_o, factor)
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        index = cute.arch.make_warp_uniform(cta * WARPS + tid // 32)
+        seqlen_q, heads_q = m_out.shape[1], m_out.shape[2]
+        row = index // heads_q
+        batch = row // seqlen_q
+        # For the end of the forward, which has written all parts.
+        cute.arch.griddepcontrol_wait()
+        if batch < m_out.shape[0]:
+            at = Row(batch, index - row * heads_q, row - batch * seqlen_q, Int32(1))
+            self.add_up(results, at, index, Int32(0), Int32(1), splits, Int32(0), tid % 32)

@@ -34,13 +34,6 @@ from ..config import DecodeConfig
 
 
 @cute.jit
-def share_start(total: Int32, parts: Int32, index: Int32) -> Int32:
-    """First item of share `index` when `parts` share `total` items: the first `total % parts` get one more."""
-    each = total // parts
-    return index * each + cutlass.min(index, total - each * parts)
-
-
-@cute.jit
 def share_of(total: Int32, parts: Int32, item: Int32) -> Int32:
     """The share that holds an item; inverse of `share_start`."""
     each = total // parts

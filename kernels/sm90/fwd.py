@@ -55,8 +55,9 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
+from ..common import scores
 from ..common.mask import ROW_STEP
-from ..common.scheduler import key_blocks, rounds_of, unit_coord, unit_in_round
+from ..common.scheduler import key_blocks, rounds_of, split_blocks, unit_coord, unit_in_round
 from ..common.varlen import (
     END,
     PLACE,
@@ -72,6 +73,7 @@ from ..common.varlen import (
     take_unit,
     unit_of_sequence,
 )
+from ..common.warp import quad_sum
 from ..config import V_SCALE_GROUP, Fwd16Config, FwdConfig
 from .mainloop import V_SCALE_SHIFT, Barrier, Mainloop
 from .operands import ELEMENTS, heads_last, row_major_atom
@@ -119,6 +121,7 @@ class FwdSm90:
             # an upper bound: each sequence has one unit at most that is not full
             batch = lengths[0].shape[0] - 1
             units = (q.shape[1] * cfg.pack_gqa // tile_m + batch) * q.shape[3]
+            units = units * lengths[6] if cutlass.const_expr(cfg.split_keys) else units
             rows = tile_m // cfg.pack_gqa
             o = o if cutlass.const_expr(cfg.o_direct) else ragged(o, 1, rows)
             k = ragged_load(k, 0)
@@ -253,7 +256,7 @@ class FwdSm90:
         units: Int32,
         seqlen_k: Int32,
         # with `varlen` (cu_seqlens_q, cu_seqlens_k, seqused_k, whether that counts, counter, keys of the heads whose
-        # tiles are mixed); else ()
+        # tiles are mixed, and with `split_keys` shares of the keys of a tile); else ()
         lengths,
     ):
         """With `varlen`, o is what `ragged` and k and v (of 16 bits) are what `ragged_load` makes of them, with modes
@@ -270,7 +273,10 @@ class FwdSm90:
         group = m_q.shape[3] // heads_k  # query heads, or packs of them, of a key head
         window = self.policy.window(side)
         order = (m_units, group, heads_k, m_k.shape[3], turn)
-        rounds = Int32(0)
+        rounds, splits = Int32(0), Int32(1)
+        if cutlass.const_expr(cfg.split_keys):
+            cute.arch.griddepcontrol_launch_dependents()  # what adds up waits for the end of this grid
+            splits = lengths[6]
         if cutlass.const_expr(not cfg.varlen):
             rounds = rounds_of(cta // cfg.cluster, ctas // cfg.cluster, units, cfg)
 
@@ -312,24 +318,27 @@ class FwdSm90:
                 state = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.kv_stages)
                 if cutlass.const_expr(cfg.varlen):
                     slot = pl.make_pipeline_state(pl.PipelineUserType.Producer, STAGES)
-                    search, taken, unit = (Int32(0), Int32(0)), Int32(0), cta
-                    search, found, rest, seq = find_sequence(unit, search, lengths, group * heads_k, cfg)
+                    search, unit = (Int32(0), Int32(0)), cta
+                    shares = group * splits  # of a key head
+                    search, found, rest, seq = find_sequence(unit, search, lengths, shares * heads_k, cfg)
                     while found != 0:
                         m_block, head = unit_of_sequence(
-                            rest, seq[2], seq[4], group, heads_k, lengths[5], cfg
+                            rest, seq[2], seq[4], shares, heads_k, lengths[5], cfg
                         )
+                        share = ()  # of the keys
+                        if cutlass.const_expr(cfg.split_keys):
+                            share = (head % splits,)
+                            head = head // splits
                         at = (m_block, head, *seq)
-                        put_place(at, places, pipes[3], slot)
-                        at = (*at, head // group)
+                        put_place((*at, *share), places, pipes[3], slot)
+                        at = (*at, head // group, *share)
                         slot.advance()
-                        if unit != cta:
-                            taken = take_unit(lengths[4])  # comes in under this tile's loads
-                        state_q, state = self.load_tile(at, loads, pipes, (state_q, state), window)
-                        if unit == cta:  # the first tile does not wait for the counter's reset
-                            cute.arch.griddepcontrol_wait()
-                            taken = take_unit(lengths[4])
-                        unit = ctas + cute.arch.shuffle_sync(taken, 0)
-                        search, found, rest, seq = find_sequence(unit, search, lengths, group * heads_k, cfg)
+                        state_q, state = self.load_tile(at, loads, pipes, (state_q, state), window, splits)
+                        cute.arch.griddepcontrol_wait()  # for the counter's reset, which the first tile does not need
+                        # Only now: with the next tile in hand before this one's loads, the CTAs that end a round first
+                        # would take two each, and of few tiles leave none to the others.
+                        unit = ctas + cute.arch.shuffle_sync(take_unit(lengths[4]), 0)
+                        search, found, rest, seq = find_sequence(unit, search, lengths, shares * heads_k, cfg)
                     # also in a CTA without a tile: this grid may not end, and the counter be freed, before the reset
                     cute.arch.griddepcontrol_wait()
                     end = (Int32(END), *[Int32(0)] * 6)
@@ -341,7 +350,7 @@ class FwdSm90:
                         for i in cutlass.range_constexpr(4):
                             places[i, r & (self.places - 1)] = at[i]
                         at = (*at[:3], Int32(0), seqlen_q, Int32(0), seqlen_k, at[3])
-                        state_q, state = self.load_tile(at, loads, pipes, (state_q, state), window)
+                        state_q, state = self.load_tile(at, loads, pipes, (state_q, state), window, splits)
                 # The producer may not leave before its last loads have been consumed, by the other CTA of its cluster,
                 # too, whose warps signal the mbarriers here.
                 state_v = state.clone()
@@ -373,6 +382,7 @@ class FwdSm90:
                 side,
                 softmax_scale_log2,
                 (s_o, atom_o, m_o, m_lse),
+                splits,
             )
             if cutlass.const_expr(cfg.varlen):
                 slot = pl.make_pipeline_state(pl.PipelineUserType.Consumer, STAGES)
@@ -388,11 +398,12 @@ class FwdSm90:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
     @cute.jit
-    def load_tile(self, at, loads, pipes, states, window):
+    def load_tile(self, at, loads, pipes, states, window, splits: Int32):
         """Issue all loads of a tile, by one whole warp. Returns the states of Q's and of the other rings.
 
         at     see `place`
         loads  (copy atom, global tensor, shared tensor) of Q, K, V
+        splits shares of the keys, with `split_keys`
         """
         cfg = self.cfg
         tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.head_dim_padded, cfg.v_columns
@@ -400,8 +411,11 @@ class FwdSm90:
         rows = lambda t: cute.group_modes(t, 0, cute.rank(t) - 1)
         whole, parts = cute.make_layout(1), cute.make_layout(cfg.cluster)
         rank = 0 if cutlass.const_expr(cfg.cluster == 1) else cute.arch.block_idx_in_cluster()
-        m_block, head, batch, row0, seqlen_q, key0, seqlen_k, head_k = at
-        blocks, _, _, _, first = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
+        m_block, head, batch, row0, seqlen_q, key0, seqlen_k, head_k = at[:8]
+        blocks = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
+        if cutlass.const_expr(cfg.split_keys):
+            blocks, _ = split_blocks(blocks, at[8], splits)
+        blocks, _, _, _, first = blocks
         if cutlass.const_expr(cfg.varlen):
             first_row = row0 + m_block * (tile_m // cfg.pack_gqa)
             q_from = cute.domain_offset((0, first_row, 0), m_q[None, None, None, head, 0])
@@ -435,12 +449,25 @@ class FwdSm90:
         )
 
     @cute.jit
-    def attend_tile(self, at, where, frags, pipes, states, window, side, softmax_scale_log2: Float32, output):
+    def attend_tile(
+        self,
+        at,
+        where,
+        frags,
+        pipes,
+        states,
+        window,
+        side,
+        softmax_scale_log2: Float32,
+        output,
+        splits: Int32,
+    ):
         """A consumer warpgroup's part of a tile. Returns the states of Q's and the other rings.
 
         at      round of the tile, or with `varlen` the consumer's state of the ring of places
         where   see `place`
-        output  (O in shared memory, its copy atom, O, lse)
+        output  (O in shared memory, its copy atom, O, lse); with `split_keys` the last are O and maxima of all parts
+        splits  shares of the keys, with `split_keys`
         """
         cfg = self.cfg
         tid, _, _ = cute.arch.thread_idx()
@@ -450,11 +477,14 @@ class FwdSm90:
         index = at.index if cutlass.const_expr(cfg.varlen) else at
         if cutlass.const_expr(not cfg.varlen):
             pipes[0].consumer_wait(states[0])  # TMA has filled Q, and the producer written the place before
-        m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k, head_k = self.place(index, where)
+        found = self.place(index, where)
+        m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k, head_k = found[:8]
         row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
         of_all = side
         side = self.side_of(of_all, batch, first_row, seqlen_q, first_key, seqlen_k)
         blocks = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
+        if cutlass.const_expr(cfg.split_keys):
+            blocks, _ = split_blocks(blocks, found[8], splits)
         inputs = self.policy.tile_inputs(
             side, softmax_scale_log2, row0, head, head_k, batch, seqlen_q, seqlen_k
         )
@@ -465,8 +495,8 @@ class FwdSm90:
         states = self.mainloop.consume(frags, inputs, (state, limits), out, pipes, states, blocks)
         # Read again, from a number that the compiler cannot know to be `index`: at head_dim_v 256 there
         # is no register to keep them in over the loop.
-        again = cute.arch.shuffle_sync(index, 0)
-        m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k, _ = self.place(again, where)
+        found = self.place(cute.arch.shuffle_sync(index, 0), where)
+        m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k, _ = found[:8]
         row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
         side = self.side_of(of_all, batch, first_row, seqlen_q, first_key, seqlen_k)
         if cutlass.const_expr(cfg.varlen):
@@ -481,15 +511,22 @@ class FwdSm90:
         else:
             g_o, g_lse = m_o[None, None, None, head, batch], m_lse[None, None, batch]
             o_block, rows = m_block, g_lse.shape[0]
-        self.epilogue(
-            out, state, limits, softmax_scale_log2, side, row0, warpgroup, warp_idx, tid,
-            s_o, atom_o, g_o, o_block, g_lse, rows, head, batch,
-        )  # fmt: skip
+        if cutlass.const_expr(cfg.split_keys):
+            _, empty = split_blocks(key_blocks(m_block, seqlen_q, seqlen_k, window, cfg), found[8], splits)
+            part = found[8] * (m_o.shape[1] // splits)  # rows of the parts before this share's
+            g_o, g_lse = cute.domain_offset((0, part, 0), g_o), cute.domain_offset((part, 0), g_lse)
+            self.store_part(out, state, empty, g_o, g_lse, row0, rows, head)
+        else:
+            self.epilogue(
+                out, state, limits, softmax_scale_log2, side, row0, warpgroup, warp_idx, tid,
+                s_o, atom_o, g_o, o_block, g_lse, rows, head, batch,
+            )  # fmt: skip
         return states
 
     @cute.jit
     def place(self, at: Int32, where):
-        """(m_block, head, batch, first row in q, seqlen_q, first key in k, seqlen_k, head of K) of a tile.
+        """(m_block, head, batch, first row in q, seqlen_q, first key in k, seqlen_k, head of K) of a tile; with
+        `split_keys` its share of the keys, too.
 
         at     round of this CTA, or with `varlen` a stage of the ring of places
         where  (places, seqlen_q, seqlen_k, query heads or packs of a key head); places is that ring or, of which nobody
@@ -505,10 +542,10 @@ class FwdSm90:
             else:
                 source = (places.iterator + (at & (self.places - 1)) * PLACE).align(16)
                 cute.autovec_copy(cute.make_tensor(source, words.layout), words)
-        count = 7 if self.cfg.varlen else 4
+        count = (8 if self.cfg.split_keys else 7) if self.cfg.varlen else 4
         found = [cute.arch.make_warp_uniform(cute.arch.shuffle_sync(words[i], 0)) for i in range(count)]
         if cutlass.const_expr(self.cfg.varlen):
-            found = (*found, found[1] // group)
+            found = (*found[:7], found[1] // group, *found[7:])
         else:
             found = (*found[:3], Int32(0), seqlen_q, Int32(0), seqlen_k, found[3])
         return found
@@ -612,6 +649,37 @@ class FwdSm90:
                 row = row0 + ROW_STEP * r
                 if row // g < rows:
                     g_lse[row // g, head * g + row % g] = lse[r]
+
+    @cute.jit
+    def store_part(
+        self, out, state, empty, g_o: cute.Tensor, g_ml: cute.Tensor, row0: Int32, rows: Int32, head: Int32
+    ):
+        """What a share of the keys gave: O, not divided, and maximum and sum of each row, from registers to memory.
+
+        empty  whether the share is empty
+        g_o    (pack_gqa, seqlen_q, head_dim_v) float32
+        g_ml   (seqlen_q, heads_q), where maximum and sum are side by side
+        """
+        cfg, g = self.cfg, self.cfg.pack_gqa
+        maximum, total, _ = state
+        o = scores.rows(out[0])
+        lane = cute.arch.lane_idx()
+        for r in cutlass.range_constexpr(2):
+            row = row0 + ROW_STEP * r
+            query, head_q = row // g, head * g + row % g
+            top, sum_row = maximum[r], quad_sum(total[r])
+            pair = cute.make_rmem_tensor(2, Float32)
+            pair[0] = -Float32.inf if empty else top
+            pair[1] = Float32(0.0) if empty else sum_row
+            if query < rows:
+                own = cute.domain_offset((row % g, query, lane % 4 * 2), g_o).iterator
+                if lane % 4 == 0:
+                    at = cute.domain_offset((query, head_q), g_ml).iterator.align(8)
+                    cute.autovec_copy(pair, cute.make_tensor(at, cute.make_layout(2)))
+                for j in cutlass.range_constexpr(cfg.head_dim_v // 8):
+                    for e in cutlass.range_constexpr(2):
+                        pair[e] = Float32(0.0) if empty else o[r, 2 * j + e]
+                    cute.autovec_copy(pair, cute.make_tensor((own + 8 * j).align(8), cute.make_layout(2)))
 
     @cute.jit
     def store_rows(self, out, g_o: cute.Tensor, row0: Int32, rows: Int32):
