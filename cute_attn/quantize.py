@@ -569,7 +569,7 @@ def _transform(
     if mean is not None:
         # After the signs: (x - mean) * sign, except for the sign of a zero.
         x = x - (mean if signs is None else mean * signs).unsqueeze(1)
-    return x if signs is None else walsh_hadamard(x)
+    return x if signs is None else walsh_hadamard(x) + 0.0  # a zero has no sign
 
 
 def static_amax(

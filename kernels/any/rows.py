@@ -39,6 +39,7 @@ from .vectors import (
     magnitude,
     opaque,
     padded_width,
+    product,
     row_offset,
     scales_of,
     thread_count,
@@ -47,6 +48,7 @@ from .vectors import (
 )
 
 WIDTH = 32  # elements of a row that a thread takes: the more, the less shuffles
+EXCHANGE = True
 RING_BYTES = 128  # of a thread, for its rows in flight: two passes
 
 
@@ -68,6 +70,10 @@ class Rows:
         self.lanes = self.width // WIDTH  # of one row
         self.levels = self.lanes.bit_length() - 1
         self.block = rotation_block(self.d)
+        # Levels of the transform across lanes, see `rotate_row`.
+        self.exchanges = (self.block // WIDTH).bit_length() - 1 if cfg.rotate and self.block > WIDTH else 0
+        if not EXCHANGE:
+            self.exchanges = 0
         self.threads = thread_count(cfg)
         self.pass_rows = self.threads // self.lanes
         self.slot_bytes = 64 * WIDTH  # of a warp and pass
@@ -232,7 +238,55 @@ class Rows:
 
     @cute.jit
     def rotate_row(self, x: cute.Tensor, place: Int32):
-        """Unnormalised Walsh-Hadamard transform of each block of a row, over its lanes; x (WIDTH,), in place."""
+        """Unnormalised Walsh-Hadamard transform of each block of a row, over its lanes; x (WIDTH,), in place.
+
+        Distances 1 to 8 stay inside a thread. From distance 16 on, of the pairs a + b and a - b that a level makes, a
+        lane keeps the sums and gives its neighbour (of the next level) the differences, or the other way round: it so
+        has both ends of all pairs of the next level, for half the shuffles that it would take to see the other ends.
+        Which of the two it keeps is a sign in the FMA that makes it (the product is exact), and costs nothing.
+
+        A lane that should subtract its own elements from its neighbour's subtracts the others instead; signs so
+        reversed come back in `encode`, which also makes -0 of a difference 0. Afterwards the thread has 16 columns
+        twice, see `column_of`.
+        """
+        if const_expr(not EXCHANGE):
+            self.rotate_old(x, place)
+        else:
+            inside = min(WIDTH, self.block)
+            inside = inside // 2 if const_expr(self.exchanges > 0) else inside
+            for level in cutlass.range_constexpr(inside.bit_length() - 1):  # distances 1, 2, .. inside / 2
+                for i in cutlass.range_constexpr(WIDTH):
+                    if const_expr(i & (1 << level) == 0):
+                        a, b = x[i], x[i + (1 << level)]
+                        x[i] = a + b
+                        x[i + (1 << level)] = a - b
+            half = WIDTH // 2
+            for level in cutlass.range_constexpr(self.exchanges):
+                sign = Float32(1.0) if place & (1 << level) == 0 else Float32(-1.0)
+                for i in cutlass.range_constexpr(half):
+                    a, b = x[i], x[i + half]
+                    x[i] = b * sign + a
+                    x[i + half] = cute.arch.shuffle_sync_bfly(b * -sign + a, offset=1 << level)
+            if const_expr(self.exchanges > 0):
+                for i in cutlass.range_constexpr(half):
+                    a, b = x[i], x[i + half]
+                    x[i] = a + b
+                    x[i + half] = a - b
+
+    @cute.jit
+    def signs_of(self, place: Int32):
+        """Factors +-1.0 of the two halves of x that undo what `rotate_row` reversed.
+
+        Exchange k leaves lanes with bit k - 1 of `place` set with reversed differences, which it is bit k that keeps.
+        """
+        mine = place & ((1 << self.exchanges) - 1)
+        both = mine & mine >> 1
+        low = (both ^ both >> 1) & 1
+        high = low ^ mine >> (self.exchanges - 1)
+        return (Float32(1.0) if low == 0 else Float32(-1.0)), (Float32(1.0) if high == 0 else Float32(-1.0))
+
+    @cute.jit
+    def rotate_old(self, x: cute.Tensor, place: Int32):
         inside = min(WIDTH, self.block)
         for level in cutlass.range_constexpr(inside.bit_length() - 1):  # distances 1, 2, .. inside / 2
             for i in cutlass.range_constexpr(WIDTH):
@@ -264,19 +318,26 @@ class Rows:
         code = cute.make_rmem_tensor(WIDTH, self.code_type)
         words = cute.recast_tensor(code, Uint32)
         y = cute.make_rmem_tensor(WIDTH, Float32)
-        for i in cutlass.range_constexpr(WIDTH):
-            y[i] = x[i] * factor
+        if const_expr(self.exchanges > 0):
+            low, high = self.signs_of(place)
+            low, high = low * factor, high * factor
+            for i in cutlass.range_constexpr(WIDTH):
+                y[i] = product(x[i], low if const_expr(i < WIDTH // 2) else high)
+        else:
+            for i in cutlass.range_constexpr(WIDTH):
+                y[i] = product(x[i], factor) if const_expr(self.rotate) else x[i] * factor
         if const_expr(self.int8):
             for w in cutlass.range_constexpr(WIDTH // 4):
                 words[w] = int8_word(y[4 * w], y[4 * w + 1], y[4 * w + 2], y[4 * w + 3])
         else:
             code.store(y.load().to(F8))
-        # Two neighbours swap halves: of either store, 16 bytes a lane, they fill a sector of 32 bytes.
-        odd = place % 2 == 1
-        for w in cutlass.range_constexpr(4):
-            given = words[w] if odd else words[w + 4]
-            other = cute.arch.shuffle_sync_bfly(given, offset=1)
-            words[w], words[w + 4] = other if odd else words[w], words[w + 4] if odd else other
+        if const_expr(self.exchanges == 0):
+            # Two neighbours swap halves: of either store, 16 bytes a lane, they fill a sector of 32 bytes.
+            odd = place % 2 == 1
+            for w in cutlass.range_constexpr(4):
+                given = words[w] if odd else words[w + 4]
+                other = cute.arch.shuffle_sync_bfly(given, offset=1)
+                words[w], words[w + 4] = other if odd else words[w], words[w + 4] if odd else other
         return words
 
     @cute.jit
@@ -335,9 +396,12 @@ class Rows:
 
         place = tid % self.lanes
         local = tid // self.lanes  # row of the thread in the CTA
-        # Of the pair of lanes that `encode` lets swap, each stores 16 bytes of either's 32.
+        # The lanes that exchanged elements, in `rotate_row` or in `encode`, have 16 columns each, side by side, and as
+        # many `step` columns further on.
         pair = WIDTH // 16
-        own_column = WIDTH * (place // pair * pair) + 16 * (place % pair)  # and 32 further on
+        across = max(self.exchanges, 1)
+        step = 16 << across
+        own_column = 16 * (place & ((1 << across) - 1)) + (place >> across) * (2 * step)
         codes = address_in(m_codes, block * rows + local, own_column)
         codes_step = Int64(m_codes.stride[0]) * self.pass_rows
         flips = self.own_flips(columns, place)
@@ -397,22 +461,22 @@ class Rows:
                 if block * rows + row < seqlen:
                     for piece in cutlass.range_constexpr(pair):
                         part = cute.make_tensor(words.iterator + 4 * piece, cute.make_layout(4))
-                        address = codes + g * codes_step + 32 * piece
+                        address = codes + g * codes_step + step * piece
                         if const_expr(self.d == self.width):
                             self.store_words(part, address)
-                        elif own_column + 32 * piece < self.d:
+                        elif own_column + step * piece < self.d:
                             self.store_words(part, address)
             local += self.group_passes * self.pass_rows
             codes += self.group_passes * codes_step
         cute.arch.sync_threads()  # all threads: scales and products of all rows are in shared memory
-        step = K_SCALE_GROUP if self.keys else 1  # rows of a scale in storage
+        stored = K_SCALE_GROUP if self.keys else 1  # rows of a scale in storage
         if const_expr(self.rotary.on):
             scales, dots = m_scale[batch, head, None], m_dot[batch, head, None]
-        for i in cutlass.range_constexpr(max(1, QUANTIZE_SPAN // step // self.threads)):
+        for i in cutlass.range_constexpr(max(1, QUANTIZE_SPAN // stored // self.threads)):
             index = i * self.threads + tid
-            entry = block * rows // step + index
-            if index < rows // step and entry < scales.shape[0]:
-                scales[entry] = side[0, index * step]
+            entry = block * rows // stored + index
+            if index < rows // stored and entry < scales.shape[0]:
+                scales[entry] = side[0, index * stored]
                 if const_expr(self.smooth and not self.keys):
                     dots[entry] = side[1, index]
 
