@@ -26,6 +26,7 @@ from ..config import (
     QuantizeConfig,
     rotation_block,
 )
+from .key_sums import KeySums
 from .rotary import Rotary
 from .vectors import (
     F8,
@@ -67,6 +68,9 @@ class Rows:
         self.smooth = cfg.smooth
         self.varlen = cfg.varlen
         self.rotary = Rotary(cfg)
+        self.key_sums = KeySums(cfg)
+        # Scales and products of all rows, or before them the sums of `KeySums.sum_lanes`.
+        self.side_floats = max(2 * QUANTIZE_SPAN, self.key_sums.lane_floats if cfg.smooth and not cfg.varlen else 0)
         self.lanes = self.width // WIDTH  # of one row
         self.levels = self.lanes.bit_length() - 1
         self.block = rotation_block(self.d)
@@ -101,7 +105,18 @@ class Rows:
                 copy_16_bytes_or_zeros(target + 512 * i, source, Int32(16) if column < self.d else Int32(0))
 
     @cute.jit
-    def prepare_columns(self, m_signs: cute.Tensor, m_sums: cute.Tensor, count: Int32, columns: cute.Tensor):
+    def prepare_columns(
+        self,
+        m_signs: cute.Tensor,
+        m_sums: cute.Tensor,
+        m_keys: cute.Tensor,  # (seqlen_k, head_dim)
+        m_cos: cute.Tensor,
+        m_sin: cute.Tensor,
+        count: Int32,
+        chunk: Int32,
+        columns: cute.Tensor,
+        lane_sums: cute.Tensor,  # shared memory for `KeySums.sum_lanes`
+    ):
         """Signs and mean of all columns into shared memory, (2 width,), as lanes read them. Past head_dim the mean is 0
         and any sign will do."""
         tid, _, _ = cute.arch.thread_idx()
@@ -117,23 +132,22 @@ class Rows:
                     bit = m_signs[column].bitcast(Uint32) & Uint32(1 << 31)
                     word = word | bit >> (16 * (1 - e % 2) + 8 * (e // 2))
                 columns[index] = word.bitcast(Float32)
+        if const_expr(self.smooth and not self.varlen):
+            if chunk > 0:
+                if tid < self.key_sums.threads:
+                    self.key_sums.sum_lanes(m_keys, lane_sums, m_cos, m_sin, Int32(0), chunk, tid)
+                cute.arch.sync_threads()  # all threads: the sums of all lanes are there
         if const_expr(self.smooth):
             if tid < self.width:
                 column = tid if const_expr(self.d == self.width) else min(tid, self.d - 1)
                 sign = m_signs[column] if const_expr(self.rotate) else Float32(1.0)
-                cute.arch.griddepcontrol_wait()  # the sums of KeySums, where it was launched before this grid
-                chunks = m_sums.shape[0]
-                # 32 bits hold the stride of what KeySums wrote; where it did not run, there is one chunk.
-                step = Uint32(m_sums.stride[0])
-                part = cute.make_rmem_tensor(MEAN_CHUNKS, Float32)
-                for i in cutlass.range_constexpr(MEAN_CHUNKS):  # all loads in flight together
-                    offset = Int64(Uint64(Uint32(min(i, chunks - 1))) * Uint64(step) * 4)
-                    address = address_in(m_sums, 0, column) + offset
-                    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
-                    part[i] = cute.make_tensor(pointer, cute.make_layout(1))[0]
-                total = part[0]
-                for i in cutlass.range_constexpr(1, MEAN_CHUNKS):
-                    total = total + part[i] if i < chunks else total
+                total = Float32(0.0)
+                if const_expr(self.varlen):
+                    total = self.sum_of_chunks(m_sums, column)
+                elif chunk > 0:
+                    total = self.key_sums.total(lane_sums, column)
+                else:
+                    total = self.sum_of_chunks(m_sums, column)
                 # A rotated row meets the mean after its signs. Of a query, the product with the mean is the
                 # same, term by term. Column WIDTH p + 4 j + i stands at 4 lanes j + 4 p + i of the second
                 # half: the lanes of a row read 16 bytes side by side.
@@ -144,6 +158,24 @@ class Rows:
                 if const_expr(self.d < self.width):
                     mean = mean if tid < self.d else Float32(0.0)
                 columns[self.width + at] = mean
+
+    @cute.jit
+    def sum_of_chunks(self, m_sums: cute.Tensor, column: Int32) -> Float32:
+        """Of a column, from what `KeySums` has left."""
+        cute.arch.griddepcontrol_wait()  # the sums of KeySums, where it was launched before this grid
+        chunks = m_sums.shape[0]
+        # 32 bits hold the stride of what KeySums wrote; where it did not run, there is one chunk.
+        step = Uint32(m_sums.stride[0])
+        part = cute.make_rmem_tensor(MEAN_CHUNKS, Float32)
+        for i in cutlass.range_constexpr(MEAN_CHUNKS):  # all loads in flight together
+            offset = Int64(Uint64(Uint32(min(i, chunks - 1))) * Uint64(step) * 4)
+            address = address_in(m_sums, 0, column) + offset
+            pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+            part[i] = cute.make_tensor(pointer, cute.make_layout(1))[0]
+        total = part[0]
+        for i in cutlass.range_constexpr(1, MEAN_CHUNKS):
+            total = total + part[i] if i < chunks else total
+        return total
 
     @cute.jit
     def own_mean(self, columns: cute.Tensor, eight: cutlass.Constexpr, place: Int32) -> cute.Tensor:
@@ -361,7 +393,9 @@ class Rows:
         m_cos: cute.Tensor,  # (seqlen_ro, rotary_dim / 2)
         m_sin: cute.Tensor,
         offset: Int32,  # position of the first row
-        count: Int32,
+        m_keys: cute.Tensor,  # (seqlen_k, head_dim): of the mean
+        count: Int32,  # of its samples, or 1 if it is given
+        chunk: Int32,  # samples that the CTA sums itself, or 0
         block: Int32,
         rows: Int32,  # of the CTA
         stage: cute.Tensor,
@@ -391,7 +425,7 @@ class Rows:
             if p < passes:
                 self.fetch(m_x, column, first + p * self.pass_rows, target + self.slot_bytes * p)
             cute.arch.cp_async_commit_group()
-        self.prepare_columns(m_signs, m_sums, count, columns)
+        self.prepare_columns(m_signs, m_sums, m_keys, m_cos, m_sin, count, chunk, columns, side)
         cute.arch.sync_threads()  # all threads: signs and mean are in shared memory
 
         place = tid % self.lanes
@@ -441,7 +475,7 @@ class Rows:
                     else:
                         dot = self.dot(mine, columns, place)
                         if place == 0:
-                            side[1, local + g * self.pass_rows] = dot
+                            side[QUANTIZE_SPAN + local + g * self.pass_rows] = dot
                 if const_expr(self.rotate):
                     self.rotate_row(mine, place)
             if const_expr(self.mode != "static"):
@@ -456,7 +490,7 @@ class Rows:
             for g in cutlass.range_constexpr(self.group_passes):
                 row = local + g * self.pass_rows
                 if place == 0:
-                    side[0, row] = scale
+                    side[row] = scale
                 words = self.encode(x[None, g], factor, place)
                 if block * rows + row < seqlen:
                     for piece in cutlass.range_constexpr(pair):
@@ -476,9 +510,9 @@ class Rows:
             index = i * self.threads + tid
             entry = block * rows // stored + index
             if index < rows // stored and entry < scales.shape[0]:
-                scales[entry] = side[0, index * stored]
+                scales[entry] = side[index * stored]
                 if const_expr(self.smooth and not self.keys):
-                    dots[entry] = side[1, index]
+                    dots[entry] = side[QUANTIZE_SPAN + index]
 
     @cute.jit
     def dot(self, x: cute.Tensor, columns: cute.Tensor, place: Int32) -> Float32:
