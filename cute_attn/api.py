@@ -575,20 +575,21 @@ def _plan_inputs(
 
 _Given = tuple[object, object, Tensor | None, Tensor | None]  # window_size, softcap, alibi_slopes, sinks
 _NOTHING: Final[_Given] = ((-1, -1), 0.0, None, None)
+_PLAIN_TYPES: Final = (int, int, float)
 
 
 def _signature(given: _Given) -> object:
     """What checks and planning read of these arguments, unhashable where it is none that is allowed; None of none."""
     window_size, softcap, *tensors = given
     try:
-        ends = [type(end) for end in window_size]  # type: ignore[attr-defined]
-        plain = window_size == (-1, -1) and ends == [int, int] and type(softcap) is float and not softcap
-        if plain and tensors == [None, None]:
+        left, right = window_size  # type: ignore[misc]
+        types = (type(left), type(right), type(softcap))
+        if types == _PLAIN_TYPES and left == right == -1 and not softcap and tensors == [None, None]:
             return None
         signatures = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in tensors]
     except (AttributeError, TypeError, ValueError):
         return []
-    return (window_size, *ends, softcap, type(softcap), *signatures)
+    return (window_size, softcap, *types, *signatures)
 
 
 def _check_features(q: Tensor, given: _Given) -> Features:

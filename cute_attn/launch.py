@@ -546,59 +546,70 @@ class Attention:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def launch_forward16(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    config: Fwd16Config | Fwd16Sm80Config,
-    *,
-    softmax_scale: float,
-    softcap: float = 0.0,
-    window: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    sms: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Run the compiled 16-bit forward kernel of `config`.
+class Forward16:
+    """The 16-bit forward kernel for one shape, mask, scale and device: `forward(q, k, v)` is (out, lse)."""
 
-    Args:
-        q, k, v: (batch, seqlen, heads, dim) of the dtype of `config` on a CUDA device, last stride 1, addresses and
-            strides multiples of 16 bytes, no empty dimension.
-        softmax_scale: any finite factor.
-        softcap: > 0 where `config` has it.
-        window: keys before and behind a query's own position, -1 for all; read where `config` has it.
-        alibi_slopes: (batch, heads_q) float32, any strides, where `config` has it.
-        sinks: (heads_q,) float32, likewise.
-        sms: CTAs at most of the Hopper kernel; default the SMs of the device.
+    def __init__(
+        self,
+        shape_q: tuple[int, ...],
+        shape_v: tuple[int, ...],
+        config: Fwd16Config | Fwd16Sm80Config,
+        device: torch.device,
+        *,
+        softmax_scale: float,
+        softcap: float = 0.0,
+        window: tuple[int, int] = (-1, -1),
+        sms: int | None = None,
+    ):
+        """
+        Args:
+            shape_q: batch, seqlen_q, heads_q and more.
+            shape_v: (batch, seqlen_k, heads_k, head_dim_v), no dimension empty, as those of q.
+            softmax_scale: any finite factor.
+            softcap: > 0 where `config` has it.
+            window: keys before and behind a query's own position, -1 for all; read where `config` has it.
+            sms: CTAs at most of the Hopper kernel; default the SMs of the device.
+        """
+        batch, seqlen_q, heads_q = shape_q[:3]
+        _, seqlen_k, heads_k, head_dim_v = shape_v
+        order: tuple[int, ...]
+        if isinstance(config, Fwd16Config):
+            sms = _sms(device) if sms is None else sms
+            order = (sms, heads_in_turn(config, batch, heads_q, heads_k, seqlen_q, seqlen_k, sms))
+        else:
+            order = (_heads_together(config, batch * heads_k, seqlen_k),)
+        self._kernel = compile_kernel(config)
+        self._new_out = functools.partial(
+            torch.empty, batch, seqlen_q, heads_q, head_dim_v, dtype=_ELEMENTS[config.dtype], device=device
+        )
+        self._new_lse = functools.partial(
+            torch.empty, batch, heads_q, seqlen_q, dtype=torch.float32, device=device
+        )
+        self._no_slopes, self._no_sinks = _zero(device).expand(batch, heads_q), _zero(device).expand(heads_q)
+        self._q_factor, *factors = _factors16(softmax_scale, softcap)
+        self._rest = (*factors, *_window_ends(window, seqlen_q, seqlen_k), *order)
 
-    Returns:
-        (out, lse): (batch, seqlen_q, heads_q, head_dim_v) of q's dtype, (batch, heads_q, seqlen_q) float32.
-    """
-    batch, seqlen_q, heads_q, _ = q.shape
-    _, seqlen_k, heads_k, head_dim_v = v.shape
-    device = q.device
-    q, *factors = _factors16(q, softmax_scale, softcap)
-    out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
-    lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
-    order: tuple[int, ...]
-    if isinstance(config, Fwd16Config):
-        sms = _sms(device) if sms is None else sms
-        order = (sms, heads_in_turn(config, batch, heads_q, heads_k, seqlen_q, seqlen_k, sms))
-    else:
-        order = (_heads_together(config, batch * heads_k, seqlen_k),)
-    compile_kernel(config)(
-        q,
-        k,
-        v,
-        out,
-        lse,
-        _zero(device).expand(batch, heads_q) if alibi_slopes is None else alibi_slopes,
-        _zero(device).expand(heads_q) if sinks is None else sinks,
-        *factors,
-        *_window_ends(window, seqlen_q, seqlen_k),
-        *order,
-    )
-    return out, lse
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None = None, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the kernel.
+
+        Args:
+            q, k, v: (batch, seqlen, heads, dim) of the dtype of the configuration on the device, last stride 1,
+                addresses and strides multiples of 16 bytes.
+            slopes: (batch, heads_q) float32, any strides, where the configuration has ALiBi; else None.
+            sinks: (heads_q,) float32, likewise where it has sinks.
+
+        Returns:
+            (out, lse): (batch, seqlen_q, heads_q, head_dim_v) of q's dtype, (batch, heads_q, seqlen_q) float32.
+        """
+        if self._q_factor is not None:
+            q = q * self._q_factor
+        out, lse = self._new_out(), self._new_lse()
+        slopes = self._no_slopes if slopes is None else slopes
+        sinks = self._no_sinks if sinks is None else sinks
+        self._kernel(q, k, v, out, lse, slopes, sinks, *self._rest)
+        return out, lse
 
 
 def _heads_together(config: Fwd16Sm80Config, heads: int, seqlen_k: int) -> int:
@@ -630,9 +641,9 @@ def launch_forward16_varlen(
     """Run the compiled 16-bit forward kernel of `config`, which is one of sequences of unlike length.
 
     Args:
-        q, k, v: (total, heads, dim), otherwise as in `launch_forward16`.
+        q, k, v: (total, heads, dim), otherwise as in `Forward16`.
         cu_seqlens_q, cu_seqlens_k, seqused_k: as in `flash_attn_varlen_func`.
-        softmax_scale, softcap, window, alibi_slopes, sinks, sms: as in `launch_forward16`.
+        softmax_scale, softcap, window, sms: as those of `Forward16`; alibi_slopes, sinks: as those of its calls.
         only_starts: `cu_seqlens_k` only says where sequences begin, in any order; `seqused_k`, which must be given,
             says how many keys they have.
         out, lse: where results go, of the shapes below; allocated where None. Strides of out as those of q.
@@ -643,7 +654,9 @@ def launch_forward16_varlen(
     total_q, heads_q, head_dim = q.shape
     total_k, _, head_dim_v = v.shape
     batch, device = cu_seqlens_q.shape[0] - 1, q.device
-    q, *factors = _factors16(q, softmax_scale, softcap)
+    q_factor, *factors = _factors16(softmax_scale, softcap)
+    if q_factor is not None:
+        q = q * q_factor
     if out is None:
         out = torch.empty((total_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
     if lse is None:
@@ -670,14 +683,15 @@ def launch_forward16_varlen(
     return out, lse
 
 
-def _factors16(q: Tensor, softmax_scale: float, softcap: float) -> tuple[Tensor, float, float]:
-    """q and the factors of scores that the kernel wants: (q, softmax_scale_log2, softcap_factor)."""
+def _factors16(softmax_scale: float, softcap: float) -> tuple[float | None, float, float]:
+    """What the kernel wants of scores: (factor of q, None for 1; softmax_scale_log2; softcap_factor)."""
     # The kernel takes the maximum of scores before the scale, which must be > 0 for that. Signs and zero go to Q.
+    q_factor = None
     if softmax_scale <= 0:
-        q = q * math.copysign(1.0, softmax_scale) if softmax_scale else q * 0.0
+        q_factor = math.copysign(1.0, softmax_scale) if softmax_scale else 0.0
         softmax_scale = -softmax_scale or 1.0
     return (
-        q,
+        q_factor,
         (softcap or softmax_scale) * LOG2_E,
         2.0 * LOG2_E * softmax_scale / softcap if softcap else 0.0,
     )

@@ -70,7 +70,9 @@ class Rows:
         self.rotary = Rotary(cfg)
         self.key_sums = KeySums(cfg)
         # Scales and products of all rows, or before them the sums of `KeySums.sum_lanes`.
-        self.side_floats = max(2 * QUANTIZE_SPAN, self.key_sums.lane_floats if cfg.smooth and not cfg.varlen else 0)
+        self.side_floats = max(
+            2 * QUANTIZE_SPAN, self.key_sums.lane_floats if cfg.smooth and not cfg.varlen else 0
+        )
         self.lanes = self.width // WIDTH  # of one row
         self.levels = self.lanes.bit_length() - 1
         self.block = rotation_block(self.d)
