@@ -15,6 +15,7 @@ import functools
 import math
 import operator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,6 +115,7 @@ class Quantiser:
         layout: where the operands lie in a workspace.
         layout_object: the same, for compiled functions.
         lse: offset in bytes of room for (batch, heads_q, seqlen_q) float32, which the quantiser leaves alone.
+        q_dot: offset of the products of queries with the mean key; None where there is none.
 
     Raises:
         ValueError: more rows than the quantiser's grid covers.
@@ -145,6 +147,7 @@ class Quantiser:
         self._signs = _signs(config.head_dim, recipe.rotation_seed, device) if config.rotate else None
         self._static = "static" in (config.q_mode, config.k_mode, config.v_mode)
         self.layout, self.lse, size = self._lay_out()
+        self.q_dot = self.layout.q_dot if config.smooth else None
         self.layout_object = _shape_object(self.layout)
         self._new_workspace = functools.partial(torch.empty, size, dtype=torch.uint8, device=device)
 
@@ -270,7 +273,11 @@ class Quantiser:
         return amax_q, amax_k, amax_v
 
     def operands(self, workspace: Tensor, dtype: torch.dtype) -> QuantizedQKV:
-        """The operands in a workspace as tensors, which are views of it; `dtype` is that of q, k, v."""
+        """The operands in a workspace; `dtype` is that of q, k, v."""
+        return QuantizedQKV.in_workspace(Workspace(self, workspace), self.seqlen_k, self.recipe, dtype)
+
+    def tensors(self, workspace: Tensor) -> dict[str, Tensor | None]:
+        """The operands in a workspace as tensors, which are views of it."""
         at, config = self.layout, self.config
         codes, e4m3 = workspace.view(_CODES[config.qk_dtype]), workspace.view(torch.float8_e4m3fn)
         floats = workspace.view(torch.float32)
@@ -279,30 +286,38 @@ class Quantiser:
         rows = (batch, heads_q, seqlen_q)
         k_groups, v_groups = _ceil_div(seqlen_k, K_SCALE_GROUP), _ceil_div(seqlen_k, V_SCALE_GROUP)
         padded_k = _ceil_div(seqlen_k, V_KEY_PERMUTATION) * V_KEY_PERMUTATION
-        return QuantizedQKV(
-            q=codes.as_strided(
+        return {
+            "q": codes.as_strided(
                 (batch, seqlen_q, heads_q, config.head_dim), (at.q_batch, at.q_row, at.q_head, 1), at.q
             ),
-            k=codes.as_strided(
+            "k": codes.as_strided(
                 (batch, seqlen_k, heads_k, config.head_dim), (at.k_batch, at.k_row, at.k_head, 1), at.k
             ),
-            vt=e4m3.as_strided(
+            "vt": e4m3.as_strided(
                 (batch, heads_k, config.head_dim_v, padded_k), (at.vt_batch, at.vt_head, at.vt_dim, 1), at.vt
             ),
-            q_scale=floats.as_strided(rows, (at.q_scale_batch, at.q_scale_head, 1), at.q_scale // 4),
-            k_scale=floats.as_strided(
+            "q_scale": floats.as_strided(rows, (at.q_scale_batch, at.q_scale_head, 1), at.q_scale // 4),
+            "k_scale": floats.as_strided(
                 (batch, heads_k, k_groups), (at.k_scale_batch, at.k_scale_head, 1), at.k_scale // 4
             ),
-            v_scale=floats.as_strided(
+            "v_scale": floats.as_strided(
                 (batch, heads_k, v_groups), (at.v_scale_batch, at.v_scale_head, 1), at.v_scale // 4
             ),
-            q_dot_mean=floats.as_strided(rows, (at.q_dot_batch, at.q_dot_head, 1), at.q_dot // 4)
+            "q_dot_mean": floats.as_strided(rows, (at.q_dot_batch, at.q_dot_head, 1), at.q_dot // 4)
             if config.smooth
             else None,
-            seqlen_k=seqlen_k,
-            recipe=self.recipe,
-            dtype=dtype,
-        )
+        }
+
+
+class Workspace(NamedTuple):
+    """Operands in a workspace that a quantiser has filled."""
+
+    quantiser: Quantiser
+    memory: Tensor
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """See `Quantiser.tensors`."""
+        return self.quantiser.tensors(self.memory)
 
 
 def launch_quantize(
@@ -448,6 +463,28 @@ class Forward:
         self.kernel(out, 0, lse.data_ptr(), lse_add, layout, *self.factors, slopes, sinks, *self.ends)
         return out, lse
 
+    def in_workspace(
+        self,
+        quantiser: Quantiser,
+        base: int,
+        return_lse: bool,
+        slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Out, or (out, lse), for the operands in a workspace of the quantiser, for a softmax_scale > 0.
+
+        Args:
+            base: address of the workspace.
+            slopes, sinks: as those of a call.
+        """
+        out = self.new_out()
+        lse = self.new_lse() if return_lse else None
+        lse_at = base + quantiser.lse if lse is None else lse.data_ptr()
+        lse_add = self.zero if quantiser.q_dot is None else base + quantiser.q_dot
+        layout = quantiser.layout_object
+        self.kernel(out, base, lse_at, lse_add, layout, *self.factors, slopes, sinks, *self.ends)
+        return out if lse is None else (out, lse)
+
 
 def _window_ends(window: tuple[int, int], seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
     """(left, right) as kernels take them: they count keys, and none is a number that hides nothing."""
@@ -510,8 +547,6 @@ class Attention:
         self._forward = Forward(shape_out, shape_k, config, softmax_scale, device, features)
         # Q carries the sign of the scale, or 0: exact, as rounding is symmetric.
         self._q_factor = None if softmax_scale > 0 else -1.0 if softmax_scale else 0.0
-        self._lse = self._quantiser.lse
-        self._q_dot = self._quantiser.layout.q_dot if quantize_config.smooth else None
 
     def __call__(
         self,
@@ -531,14 +566,7 @@ class Attention:
         if self._q_factor is not None:
             q = q * self._q_factor
         workspace = quantiser(q, k, v, None, rotary)
-        base = workspace.data_ptr()
-        lse_add = forward.zero if self._q_dot is None else base + self._q_dot
-        out = forward.new_out()
-        lse = forward.new_lse() if return_lse else None
-        lse_at = base + self._lse if lse is None else lse.data_ptr()
-        layout = quantiser.layout_object
-        forward.kernel(out, base, lse_at, lse_add, layout, *forward.factors, slopes, sinks, *forward.ends)
-        return out if lse is None else (out, lse)
+        return forward.in_workspace(quantiser, workspace.data_ptr(), return_lse, slopes, sinks)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -269,7 +269,7 @@ def test_the_forward_kernel_reads_where_the_quantiser_writes(
     quantiser = call._quantiser
 
     class Watched:
-        layout_object = call._quantiser.layout_object
+        layout_object, lse, q_dot = quantiser.layout_object, quantiser.lse, quantiser.q_dot
 
         def __call__(self, *args: Tensor) -> Tensor:
             kept.append(quantiser(*args))
