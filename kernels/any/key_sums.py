@@ -75,7 +75,7 @@ class KeySums:
         tid: Int32,
     ):
         lanes = SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.lane_floats), 16)
-        self.sum_lanes(keys, lanes, m_cos, m_sin, index, chunk, tid)
+        self.sum_lanes(keys, lanes, m_cos, m_sin, index, chunk, tid, MEAN_UNROLL)
         cute.arch.sync_threads()  # all threads: the sums of all lanes are there
         if tid < self.d:
             m_sums[(*where, tid)] = self.total(lanes, tid)
@@ -90,6 +90,7 @@ class KeySums:
         index: Int32,  # of the chunk
         chunk: Int32,
         tid: Int32,  # below `threads`
+        together: cutlass.Constexpr,  # samples of a lane in flight, a divisor of MEAN_UNROLL
     ):
         """Sums of the chunk's samples of each lane."""
         column = 8 * (tid % (self.d // 8))
@@ -97,18 +98,18 @@ class KeySums:
         samples = cute.ceil_div(keys.shape[0], MEAN_STRIDE)
         total = cute.make_rmem_tensor(8, Float32)
         total.fill(0.0)
-        for step in cutlass.range(chunk // (MEAN_LANES * MEAN_UNROLL), unroll=1):
-            raw = cute.make_rmem_tensor((4, MEAN_UNROLL), Uint32)
-            other = cute.make_rmem_tensor((4, MEAN_UNROLL), Uint32)
-            for i in cutlass.range_constexpr(MEAN_UNROLL):
-                sample = index * chunk + (step * MEAN_UNROLL + i) * MEAN_LANES + lane
+        for step in cutlass.range(chunk // (MEAN_LANES * together), unroll=1):
+            raw = cute.make_rmem_tensor((4, together), Uint32)
+            other = cute.make_rmem_tensor((4, together), Uint32)
+            for i in cutlass.range_constexpr(together):
+                sample = index * chunk + (step * together + i) * MEAN_LANES + lane
                 # Past the end the last sample is read, not taken: without a branch all loads are in flight.
                 key = min(sample, samples - 1) * MEAN_STRIDE
                 self.load(keys, key, column, raw[None, i])
                 if const_expr(self.rotary.half):
                     self.load(keys, key, self.rotary.partner(m_cos.shape[1], column), other[None, i])
-            for i in cutlass.range_constexpr(MEAN_UNROLL):
-                sample = index * chunk + (step * MEAN_UNROLL + i) * MEAN_LANES + lane
+            for i in cutlass.range_constexpr(together):
+                sample = index * chunk + (step * together + i) * MEAN_LANES + lane
                 taken = sample < samples
                 if const_expr(self.rotary.on):
                     key = min(sample, samples - 1) * MEAN_STRIDE

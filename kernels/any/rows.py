@@ -50,6 +50,7 @@ from .vectors import (
 
 WIDTH = 32  # elements of a row that a thread takes: the more, the less shuffles
 EXCHANGE = True
+SUMMED = 2  # keys of the mean that a thread has in flight; registers are scarce
 RING_BYTES = 128  # of a thread, for its rows in flight: two passes
 
 
@@ -137,7 +138,7 @@ class Rows:
         if const_expr(self.smooth and not self.varlen):
             if chunk > 0:
                 if tid < self.key_sums.threads:
-                    self.key_sums.sum_lanes(m_keys, lane_sums, m_cos, m_sin, Int32(0), chunk, tid)
+                    self.key_sums.sum_lanes(m_keys, lane_sums, m_cos, m_sin, Int32(0), chunk, tid, SUMMED)
                 cute.arch.sync_threads()  # all threads: the sums of all lanes are there
         if const_expr(self.smooth):
             if tid < self.width:
