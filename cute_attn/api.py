@@ -610,13 +610,17 @@ def _plan_inputs(
 
 
 _Given = tuple[object, object, Tensor | None, Tensor | None]  # window_size, softcap, alibi_slopes, sinks
-_NOTHING: Final[_Given] = ((-1, -1), 0.0, None, None)
+_NO_WINDOW: Final = (-1, -1)  # the compiler makes it one object with the functions' defaults
+_NO_SOFTCAP: Final = 0.0
+_NOTHING: Final[_Given] = (_NO_WINDOW, _NO_SOFTCAP, None, None)
 _PLAIN_TYPES: Final = (int, int, float)
 
 
 def _signature(given: _Given) -> object:
     """What checks and planning read of these arguments, unhashable where it is none that is allowed; None of none."""
     window_size, softcap, *tensors = given
+    if window_size is _NO_WINDOW and softcap is _NO_SOFTCAP and tensors == [None, None]:
+        return None  # the defaults
     try:
         left, right = window_size  # type: ignore[misc]
         types = (type(left), type(right), type(softcap))

@@ -1,7 +1,7 @@
 """Calls of the compiled kernels: outputs, workspace and constants of one shape, made ready for many calls.
 
-A call allocates two tensors: the output, and a workspace with all 8-bit operands and their scales. When it returns,
-torch's allocator has the workspace back, for later work of the same stream. What a shape, a recipe and a device fix
+A call allocates the output, and a workspace with all 8-bit operands and their scales. When it returns, torch's
+allocator has the workspace back, for later work of the same stream. What a shape, a recipe and a device fix
 (sizes, offsets, compiled functions, factors) is worked out once, by `Quantiser`, `Forward` and `Attention`.
 
 The compiled functions check dtype, rank, shape and strides of the torch tensors that they take (TVM-FFI), make the
@@ -34,6 +34,7 @@ from cute_attn.kernels.config import (
     QuantizeConfig,
 )
 from cute_attn.kernels.operands import Layout
+from cute_attn.memory import current_device, new_empty, raw_alloc, raw_delete, raw_stream
 from cute_attn.problem import NO_FEATURES, Features
 from cute_attn.quantize import (
     Fp8Recipe,
@@ -114,6 +115,8 @@ class Quantiser:
     Attributes:
         layout: where the operands lie in a workspace.
         layout_object: the same, for compiled functions.
+        bytes: of a workspace.
+        static: whether passes in torch go before the kernel, which want the workspace as a tensor.
         lse: offset in bytes of room for (batch, heads_q, seqlen_q) float32, which the quantiser leaves alone.
         q_dot: offset of the products of queries with the mean key; None where there is none.
 
@@ -145,11 +148,11 @@ class Quantiser:
         self.recipe, self.config = recipe, config
         self._kernel = compile_kernel(config)
         self._signs = _signs(config.head_dim, recipe.rotation_seed, device) if config.rotate else None
-        self._static = "static" in (config.q_mode, config.k_mode, config.v_mode)
-        self.layout, self.lse, size = self._lay_out()
+        self.static = "static" in (config.q_mode, config.k_mode, config.v_mode)
+        self.layout, self.lse, self.bytes = self._lay_out()
         self.q_dot = self.layout.q_dot if config.smooth else None
         self.layout_object = _shape_object(self.layout)
-        self._new_workspace = functools.partial(torch.empty, size, dtype=torch.uint8, device=device)
+        self._new_workspace = new_empty((self.bytes,), torch.uint8, device)
 
     def _lay_out(self) -> tuple[Layout, int, int]:
         """(layout, offset of lse, bytes) of a workspace. Parts are contiguous, but for the padding of K's scales."""
@@ -214,17 +217,28 @@ class Quantiser:
             TypeError, ValueError: a tensor is none of those planned for; nothing was launched.
         """
         workspace = self._new_workspace()
-        base = workspace.data_ptr()
-        cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
         amax, given = _NO_AMAX, 0
-        if self._static or k_mean is not None:
+        if self.static or k_mean is not None:
             amax, given = self._passes_before(q, k, v, k_mean, rotary, workspace)
+        self.fill(workspace.data_ptr(), q, k, v, rotary, amax, given)
+        return workspace
+
+    def fill(
+        self,
+        base: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary | None = None,
+        amax: _Amax = _NO_AMAX,
+        given: int = 0,
+    ) -> None:
+        """A call for a workspace at the address `base`; amax and given: of `_passes_before`, where `static` is true."""
+        cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
         try:
             self._kernel(q, k, v, self._signs, *amax, base, self.layout_object, cos, sin, given)
-            return workspace
-        except (
-            Exception
-        ):  # not bound to a name: with its traceback it would hold this frame, and the workspace
+            return
+        except Exception:  # not bound to a name: with its traceback it would hold this frame, and the inputs
             validate.check_inputs(
                 q, k, v
             )  # names the argument, unless it is one that only needs another place
@@ -234,7 +248,6 @@ class Quantiser:
                 raise
         *qkv, cos, sin = aligned
         self._kernel(*qkv, self._signs, *amax, base, self.layout_object, cos, sin, given)
-        return workspace
 
     def _passes_before(
         self,
@@ -409,12 +422,8 @@ class Forward:
         sms = _sms(device)
         turn = heads_in_turn(config, batch, heads_q, shape_k[2], seqlen_q, shape_k[1], sms)
         self.kernel = compile_kernel(config)
-        self.new_out = functools.partial(
-            torch.empty, *shape_out, dtype=_ELEMENTS[config.out_dtype], device=device
-        )
-        self.new_lse = functools.partial(
-            torch.empty, batch, heads_q, seqlen_q, dtype=torch.float32, device=device
-        )
+        self.new_out = new_empty(shape_out, _ELEMENTS[config.out_dtype], device)
+        self.new_lse = new_empty((batch, heads_q, seqlen_q), torch.float32, device)
         self._zero = _zero(device)  # held as long as its address
         self.zero = self._zero.data_ptr()
         self._given_scale = softmax_scale
@@ -547,6 +556,7 @@ class Attention:
         self._forward = Forward(shape_out, shape_k, config, softmax_scale, device, features)
         # Q carries the sign of the scale, or 0: exact, as rounding is symmetric.
         self._q_factor = None if softmax_scale > 0 else -1.0 if softmax_scale else 0.0
+        self._device, self._index = device, device.index
 
     def __call__(
         self,
@@ -562,11 +572,22 @@ class Attention:
 
         slopes and sinks are as those of `Forward.__call__`, errors as those of `Quantiser.__call__`.
         """
+        index = self._index
+        if current_device() != index:  # the workspace is for the current one
+            with torch.cuda.device(self._device):
+                return self(q, k, v, return_lse, rotary, slopes, sinks)
         quantiser, forward = self._quantiser, self._forward
         if self._q_factor is not None:
             q = q * self._q_factor
-        workspace = quantiser(q, k, v, None, rotary)
-        return forward.in_workspace(quantiser, workspace.data_ptr(), return_lse, slopes, sinks)
+        if quantiser.static:
+            workspace = quantiser(q, k, v, None, rotary)
+            return forward.in_workspace(quantiser, workspace.data_ptr(), return_lse, slopes, sinks)
+        base = raw_alloc(quantiser.bytes, raw_stream(index))
+        try:
+            quantiser.fill(base, q, k, v, rotary)
+            return forward.in_workspace(quantiser, base, return_lse, slopes, sinks)
+        finally:
+            raw_delete(base)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -607,12 +628,8 @@ class Forward16:
         else:
             order = (_heads_together(config, batch * heads_k, seqlen_k),)
         self._kernel = compile_kernel(config)
-        self._new_out = functools.partial(
-            torch.empty, batch, seqlen_q, heads_q, head_dim_v, dtype=_ELEMENTS[config.dtype], device=device
-        )
-        self._new_lse = functools.partial(
-            torch.empty, batch, heads_q, seqlen_q, dtype=torch.float32, device=device
-        )
+        self._new_out = new_empty((batch, seqlen_q, heads_q, head_dim_v), _ELEMENTS[config.dtype], device)
+        self._new_lse = new_empty((batch, heads_q, seqlen_q), torch.float32, device)
         self._no_slopes, self._no_sinks = _zero(device).expand(batch, heads_q), _zero(device).expand(heads_q)
         self._q_factor, *factors = _factors16(softmax_scale, softcap)
         self._rest = (*factors, *_window_ends(window, seqlen_q, seqlen_k), *order)

@@ -19,6 +19,7 @@ operation rounded to nearest even, in a fixed order, so the device kernel can (a
     scale  = a * float32(norm / QMAX) + (a - a)
     code   = round(x * inv)                    e4m3 (QMAX 448) or int8 (QMAX 127), to nearest even, saturating
 
+With rotation, x * inv is fused with the addition of 0: where one of the two is 0 the code is 0 without a sign.
 A group of zeros has `inv = scale = 1`. `(a - a)` is zero for a finite group and NaN for any other, so a NaN
 or an infinity makes the scale of its group NaN, and every output that depends on the group is NaN: bad input
 stays visible and never becomes a plausible number.
@@ -619,7 +620,7 @@ def _transform(
     if mean is not None:
         # After the signs: (x - mean) * sign, except for the sign of a zero.
         x = x - (mean if signs is None else mean * signs).unsqueeze(1)
-    return x if signs is None else walsh_hadamard(x) + 0.0  # a zero has no sign
+    return x if signs is None else walsh_hadamard(x)
 
 
 def static_amax(
@@ -667,6 +668,7 @@ def _quantize(
     block: int,
     dtype: Literal["e4m3", "int8"],
     norm: float,
+    rotated: bool = False,
 ) -> tuple[Tensor, Tensor, int | None]:
     """Quantises a transformed tensor.
 
@@ -682,7 +684,10 @@ def _quantize(
         group = 1 if mode == "token" else block
         inv, scale = amax_scale(_group_amax(x, group), qmax, norm)
         inv_rows = _expand_groups(inv, group, seqlen)
-    scaled = x * _as_rows(inv_rows)
+    inv_rows = _as_rows(inv_rows)
+    scaled = x * inv_rows
+    if rotated:  # see the module; a product that underflows keeps its sign
+        scaled = torch.where((x == 0) | (inv_rows == 0), scaled + 0.0, scaled)
     return to_e4m3(scaled) if dtype == "e4m3" else to_int8(scaled), scale, group
 
 
@@ -749,10 +754,10 @@ def quantize_reference(
     )
     norm = scale_norm(head_dim, recipe.rotation)
     q8, q_scale, q_group = _quantize(
-        _transform(q, None, signs), recipe.q_scale, Q_BLOCK, recipe.qk_dtype, norm
+        _transform(q, None, signs), recipe.q_scale, Q_BLOCK, recipe.qk_dtype, norm, signs is not None
     )
     k8, k_scale, k_group = _quantize(
-        _transform(k, k_mean, signs), recipe.k_scale, recipe.k_block, recipe.qk_dtype, norm
+        _transform(k, k_mean, signs), recipe.k_scale, recipe.k_block, recipe.qk_dtype, norm, signs is not None
     )
     v8, v_scale, v_group = _quantize(_transform(v, None, None), recipe.v_scale, V_BLOCK, "e4m3", 1.0)
 

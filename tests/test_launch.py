@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from host_memory import HostMemory
 from torch import Tensor
 
-from cute_attn import launch
+from cute_attn import launch, memory
 from cute_attn.kernels.config import K_SCALE_PAD, QUANTIZE_ROWS_LIMIT, FwdConfig, QuantizeConfig
 from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import (
@@ -49,6 +50,7 @@ class Compiled:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.looked_up = 0
+        self.memory: HostMemory
 
     def __call__(self, config: Any) -> Callable[..., None]:
         self.looked_up += 1
@@ -69,6 +71,7 @@ class Compiled:
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
     found = Compiled()
+    found.memory = HostMemory(monkeypatch)
     monkeypatch.setattr(launch, "compile_kernel", found)
     monkeypatch.setattr(launch, "_sms", lambda device: 132)
     yield found
@@ -218,7 +221,7 @@ def test_lse_that_nobody_asked_for_is_in_the_workspace(compiled: Compiled) -> No
 
 
 class CountAllocations:
-    """torch for launch.py, with the allocations counted."""
+    """torch for memory.py, with the allocations counted."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -236,13 +239,14 @@ def test_a_ready_call_allocates_output_and_workspace(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = CountAllocations()
-    monkeypatch.setattr(launch, "torch", counted)
+    monkeypatch.setattr(memory, "torch", counted)
     call, tensors = attention(PRESETS["accurate"]), inputs()
     looked_up = compiled.looked_up
-    for return_lse, count in ((False, 2), (True, 3)):
+    for return_lse, count in ((False, 1), (True, 2)):
         counted.sizes.clear()
+        compiled.memory.sizes.clear()
         call(*tensors, return_lse)
-        assert len(counted.sizes) == count
+        assert len(counted.sizes) == count and compiled.memory.sizes == [call._quantiser.bytes]
     assert compiled.looked_up == looked_up
 
 
@@ -255,13 +259,55 @@ def test_nothing_is_held_between_calls(compiled: Compiled, monkeypatch: pytest.M
             made.append(weakref.ref(x))
             return x
 
-    monkeypatch.setattr(launch, "torch", Watched())
+    monkeypatch.setattr(memory, "torch", Watched())
     call, tensors = attention(PRESETS["accurate"]), inputs()
     for _ in range(3):
         call(*tensors, True)
         compiled.calls.clear()
     gc.collect()
-    assert len(made) == 9 and all(x() is None for x in made)
+    assert len(made) == 6 and all(x() is None for x in made)
+    assert len(compiled.memory.sizes) == 3 and not compiled.memory.held
+
+
+def test_the_workspace_goes_back_behind_both_kernels(compiled: Compiled) -> None:
+    """It is there while they are called, and goes back, too, where one refuses its arguments."""
+    call, (q, k, v) = attention(PRESETS["accurate"]), inputs()
+    held: list[set[int]] = []
+    for part, name in ((call._quantiser, "_kernel"), (call._forward, "kernel")):
+        kernel = getattr(part, name)
+        setattr(
+            part, name, lambda *args, kernel=kernel: held.append({*compiled.memory.held}) or kernel(*args)
+        )
+    call(q, k, v, False)
+    base = compiled.calls[0][-5]
+    assert held == [{base}, {base}] and compiled.calls[1][1] == base and not compiled.memory.held
+    with pytest.raises(TypeError, match="k has dtype"):
+        call(q, k.half(), v, False)
+    assert len(held) == 3 and not compiled.memory.held
+
+
+def test_another_current_device_is_left_for_the_call(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = [3]
+    entered: list[torch.device] = []
+
+    class Guard:
+        def __init__(self, device: torch.device):
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+            self.before, current[0] = current[0], self.device.index
+
+        def __exit__(self, *error: object) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(launch, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    call, tensors = attention(PRESETS["accurate"]), inputs()
+    assert isinstance(call(*tensors, False), Tensor)
+    assert entered == [torch.device("cpu")] and current == [3] and len(compiled.calls) == 2
 
 
 @pytest.mark.parametrize("recipe", [PRESETS["accurate"], PER_HEAD], ids=["accurate", "per head"])

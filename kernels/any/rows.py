@@ -49,7 +49,6 @@ from .vectors import (
 )
 
 WIDTH = 32  # elements of a row that a thread takes: the more, the less shuffles
-EXCHANGE = True
 SUMMED = 2  # keys of the mean that a thread has in flight; registers are scarce
 RING_BYTES = 128  # of a thread, for its rows in flight: two passes
 
@@ -79,8 +78,6 @@ class Rows:
         self.block = rotation_block(self.d)
         # Levels of the transform across lanes, see `rotate_row`.
         self.exchanges = (self.block // WIDTH).bit_length() - 1 if cfg.rotate and self.block > WIDTH else 0
-        if not EXCHANGE:
-            self.exchanges = 0
         self.threads = thread_count(cfg)
         self.pass_rows = self.threads // self.lanes
         self.slot_bytes = 64 * WIDTH  # of a warp and pass
@@ -284,29 +281,26 @@ class Rows:
         reversed come back in `encode`, which also makes -0 of a difference 0. Afterwards the thread has 16 columns
         twice, see `column_of`.
         """
-        if const_expr(not EXCHANGE):
-            self.rotate_old(x, place)
-        else:
-            inside = min(WIDTH, self.block)
-            inside = inside // 2 if const_expr(self.exchanges > 0) else inside
-            for level in cutlass.range_constexpr(inside.bit_length() - 1):  # distances 1, 2, .. inside / 2
-                for i in cutlass.range_constexpr(WIDTH):
-                    if const_expr(i & (1 << level) == 0):
-                        a, b = x[i], x[i + (1 << level)]
-                        x[i] = a + b
-                        x[i + (1 << level)] = a - b
-            half = WIDTH // 2
-            for level in cutlass.range_constexpr(self.exchanges):
-                sign = Float32(1.0) if place & (1 << level) == 0 else Float32(-1.0)
-                for i in cutlass.range_constexpr(half):
-                    a, b = x[i], x[i + half]
-                    x[i] = b * sign + a
-                    x[i + half] = cute.arch.shuffle_sync_bfly(b * -sign + a, offset=1 << level)
-            if const_expr(self.exchanges > 0):
-                for i in cutlass.range_constexpr(half):
-                    a, b = x[i], x[i + half]
+        inside = min(WIDTH, self.block)
+        inside = inside // 2 if const_expr(self.exchanges > 0) else inside
+        for level in cutlass.range_constexpr(inside.bit_length() - 1):  # distances 1, 2, .. inside / 2
+            for i in cutlass.range_constexpr(WIDTH):
+                if const_expr(i & (1 << level) == 0):
+                    a, b = x[i], x[i + (1 << level)]
                     x[i] = a + b
-                    x[i + half] = a - b
+                    x[i + (1 << level)] = a - b
+        half = WIDTH // 2
+        for level in cutlass.range_constexpr(self.exchanges):
+            sign = Float32(1.0) if place & (1 << level) == 0 else Float32(-1.0)
+            for i in cutlass.range_constexpr(half):
+                a, b = x[i], x[i + half]
+                x[i] = b * sign + a
+                x[i + half] = cute.arch.shuffle_sync_bfly(b * -sign + a, offset=1 << level)
+        if const_expr(self.exchanges > 0):
+            for i in cutlass.range_constexpr(half):
+                a, b = x[i], x[i + half]
+                x[i] = a + b
+                x[i + half] = a - b
 
     @cute.jit
     def signs_of(self, place: Int32):
@@ -319,22 +313,6 @@ class Rows:
         low = (both ^ both >> 1) & 1
         high = low ^ mine >> (self.exchanges - 1)
         return (Float32(1.0) if low == 0 else Float32(-1.0)), (Float32(1.0) if high == 0 else Float32(-1.0))
-
-    @cute.jit
-    def rotate_old(self, x: cute.Tensor, place: Int32):
-        inside = min(WIDTH, self.block)
-        for level in cutlass.range_constexpr(inside.bit_length() - 1):  # distances 1, 2, .. inside / 2
-            for i in cutlass.range_constexpr(WIDTH):
-                if const_expr(i & (1 << level) == 0):
-                    a, b = x[i], x[i + (1 << level)]
-                    x[i] = a + b
-                    x[i + (1 << level)] = a - b
-        across = self.block // inside  # lanes of a block
-        for level in cutlass.range_constexpr(across.bit_length() - 1):  # distances WIDTH, .. block / 2
-            sign = Float32(1.0) if place & (1 << level) == 0 else Float32(-1.0)
-            for i in cutlass.range_constexpr(WIDTH):
-                other = cute.arch.shuffle_sync_bfly(x[i], offset=1 << level)
-                x[i] = x[i] * sign + other  # lower lane a + b, upper lane a - b; the product is exact
 
     @cute.jit
     def largest(self, x: cute.Tensor) -> Float32:

@@ -195,7 +195,7 @@ class FwdSm90:
             cluster=None if cfg.cluster == 1 else [cfg.cluster, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=cfg.varlen,
+            use_pdl=True,
         )
 
     def packed(self, x: cute.Tensor) -> cute.Tensor:
@@ -295,6 +295,9 @@ class FwdSm90:
             where = storage.places.get_tensor(cute.make_layout((PLACE, STAGES)))
             pipes = (*pipes, place_ring(storage.bar_place.data_ptr(), 4 * cfg.consumer_warpgroups))
         self.policy.prepare(s_v, tid)
+        if cutlass.const_expr(not cfg.varlen):
+            # All that this grid reads, and what it writes, is that of grids before. What it began with is not.
+            cute.arch.griddepcontrol_wait()
         # all CTAs of the cluster: none signals or fills another's ring before its mbarriers are initialised
         pl.pipeline_init_arrive(cluster_shape_mn=(cfg.cluster, 1), is_relaxed=True)
         pl.pipeline_init_wait(cluster_shape_mn=(cfg.cluster, 1))
