@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,17 +16,16 @@ from torch._C._dynamo.guards import _empty_strided_cuda
 
 __all__ = ["current_device", "new_empty", "raw_alloc", "raw_delete", "raw_stream"]
 
-if TYPE_CHECKING or hasattr(torch._C, "_cuda_getDevice"):
-    current_device = torch._C._cuda_getDevice
-    raw_stream = torch._C._cuda_getCurrentRawStream  # of a device
-    raw_alloc = torch._C._cuda_cudaCachingAllocator_raw_alloc  # (bytes, stream): address
-    raw_delete = torch._C._cuda_cudaCachingAllocator_raw_delete  # for later work of that stream
-else:
 
-    def current_device(*args: object) -> int:
-        raise RuntimeError("this torch was built without CUDA")
+def _missing(*args: object) -> int:
+    raise RuntimeError("this torch was built without CUDA")
 
-    raw_stream = raw_alloc = raw_delete = current_device
+
+current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", _missing)
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _missing)  # of a device
+# (bytes, stream) -> address, of the current device; what is deleted serves later work of that stream.
+raw_alloc: Callable[[int, int], int] = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", _missing)
+raw_delete: Callable[[int], None] = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", _missing)
 
 
 def new_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:

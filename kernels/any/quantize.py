@@ -27,7 +27,7 @@ the sums are there: the roles of Q and K first fetch their rows, then wait for t
 each CTA for itself. Where there is one chunk and all CTAs run at once, they sum, too, and the first launch is saved.
 
 The quantising grid comes up under the end of what ran before, and waits for that before it reads; behind `KeySums`,
-which has waited, for the sums alone. The forward kernel comes up under its end likewise.
+which starts when that has ended, for the sums alone. The forward kernel comes up under its end likewise.
 
 The pieces: vectors.py, then the roles in rows.py and values.py and the sums in key_sums.py, each to be read by itself;
 here are the grids.

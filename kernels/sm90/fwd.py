@@ -296,7 +296,7 @@ class FwdSm90:
             pipes = (*pipes, place_ring(storage.bar_place.data_ptr(), 4 * cfg.consumer_warpgroups))
         self.policy.prepare(s_v, tid)
         if cutlass.const_expr(not cfg.varlen):
-            # All that this grid reads, and what it writes, is that of grids before. What it began with is not.
+            # All threads: until here this grid may run beside the one before, whose results it reads.
             cute.arch.griddepcontrol_wait()
         # all CTAs of the cluster: none signals or fills another's ring before its mbarriers are initialised
         pl.pipeline_init_arrive(cluster_shape_mn=(cfg.cluster, 1), is_relaxed=True)
