@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import copy
+import dataclasses
 import gc
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +17,7 @@ import torch
 from host_memory import HostMemory
 from torch import Tensor
 
-from cute_attn import launch, memory
+from cute_attn import api, launch, memory, problem
 from cute_attn.kernels.config import K_SCALE_PAD, QUANTIZE_ROWS_LIMIT, FwdConfig, QuantizeConfig
 from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import (
@@ -26,6 +30,7 @@ from cute_attn.quantize import (
     mean_key,
     permute_v,
 )
+from cute_attn.remember import Remembered
 from cute_attn.tiles import forward_config, quantize_config, transpose_config
 
 SHAPE = (2, 130, 333, 4, 2, 64)  # batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim
@@ -515,3 +520,90 @@ def test_static_scales_see_embedded_rows(compiled: Compiled, mode: str) -> None:
     keys = rotary.embed(k)
     rows = rotary.embed(q, 333 - 130) if mode == "q" else keys - mean_key(keys).unsqueeze(1)
     torch.testing.assert_close(amax, rows.abs().amax(dim=(1, 3)), rtol=1e-6, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Operands whose tensors nobody has asked for
+# ------------------------------------------------------------------------------------------------------------
+
+
+def operands(name: str = "accurate") -> QuantizedQKV:
+    q, k, v = inputs()
+    return launch.launch_quantize(q, k, v, PRESETS[name], quantiser_of(PRESETS[name]))
+
+
+PARTS = ("q", "k", "vt", "q_scale", "k_scale", "v_scale", "q_dot_mean")
+
+
+@pytest.mark.parametrize("part", [*PARTS, None])
+def test_tensors_are_made_once_when_one_is_asked_for(part: str | None, compiled: Compiled) -> None:
+    qkv = operands()
+    assert qkv.untouched is not None and (qkv.seqlen_k, qkv.dtype) == (333, BF16)
+    with pytest.raises(AttributeError, match="'QuantizedQKV' object has no attribute 'nothing'"):
+        qkv.nothing  # type: ignore[attr-defined]  # noqa: B018
+    assert qkv.untouched is not None
+    memory = qkv.untouched.memory
+    if part is not None:
+        assert getattr(qkv, part) is getattr(qkv, part)
+        assert qkv.untouched is None
+    found = [getattr(qkv, name) for name in PARTS]
+    storage = memory.untyped_storage().data_ptr()
+    assert all(x.untyped_storage().data_ptr() == storage for x in found)
+
+
+@pytest.mark.parametrize("how", ["copy", "deepcopy", "replace"])
+@pytest.mark.parametrize("name", ["accurate", "paper"])
+def test_copies_have_all_tensors(name: str, how: str, compiled: Compiled) -> None:
+    qkv = operands(name)
+    assert qkv.untouched is not None
+    qkv.untouched.memory.random_(0, 100)
+    made = {
+        "copy": copy.copy,
+        "deepcopy": copy.deepcopy,
+        "replace": dataclasses.replace,
+    }[how](qkv)
+    assert type(made) is QuantizedQKV and made.untouched is None
+    for part in PARTS:
+        x, y = getattr(made, part), getattr(qkv, part)
+        assert (x is None) == (y is None) == (part == "q_dot_mean" and name == "paper")
+        if x is not None:
+            assert x.shape == y.shape and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+            assert (x.data_ptr() == y.data_ptr()) == (how in ("copy", "replace"))
+    assert (made.seqlen_k, made.recipe, made.dtype) == (qkv.seqlen_k, qkv.recipe, qkv.dtype)
+
+
+def test_threads_that_ask_at_once_get_the_same_tensors(compiled: Compiled) -> None:
+    for _ in range(20):
+        qkv = operands()
+        barrier = threading.Barrier(4)
+
+        def ask(qkv: QuantizedQKV = qkv, barrier: threading.Barrier = barrier) -> list[int]:
+            barrier.wait()
+            return [id(getattr(qkv, part)) for part in PARTS]
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            first, *others = [x.result() for x in [pool.submit(ask) for _ in range(4)]]
+        assert all(x == first for x in others)
+
+
+def test_a_tensor_that_somebody_asked_for_is_read_where_it_is(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Untouched operands go by workspace and layout; from then on each part by its own address."""
+    for module in (api, problem):
+        monkeypatch.setattr(module, "device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(api, "_calls", Remembered())
+    qkv = api.quantize(*inputs(), backend="sm90")
+    assert qkv.untouched is not None
+    memory = qkv.untouched.memory
+    for _ in range(2):
+        api.fp8_attention_quantized(qkv, backend="sm90")
+        assert compiled.calls[-1][1] == memory.data_ptr() and qkv.untouched is not None
+    api.fp8_attention_quantized(qkv, softmax_scale=-1.0, backend="sm90")  # wants other codes
+    qkv.q.zero_()
+    for _ in range(2):
+        api.fp8_attention_quantized(qkv, backend="sm90")
+        assert compiled.calls[-1][1] == 0 and Layout(*compiled.calls[-1][4]).q == qkv.q.data_ptr()
+    changed = dataclasses.replace(qkv, q=qkv.q.clone())
+    api.fp8_attention_quantized(changed, backend="sm90")
+    assert Layout(*compiled.calls[-1][4]).q == changed.q.data_ptr() != qkv.q.data_ptr()
