@@ -618,11 +618,12 @@ _PLAIN_TYPES: Final = (int, int, float)
 
 def _signature(given: _Given) -> object:
     """What checks and planning read of these arguments, unhashable where it is none that is allowed; None of none."""
+    window_size: Any
     window_size, softcap, *tensors = given
     if window_size is _NO_WINDOW and softcap is _NO_SOFTCAP and tensors == [None, None]:
         return None  # the defaults
     try:
-        left, right = window_size  # type: ignore[misc]
+        left, right = window_size
         types = (type(left), type(right), type(softcap))
         if types == _PLAIN_TYPES and left == right == -1 and not softcap and tensors == [None, None]:
             return None

@@ -9,15 +9,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cuda
+from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 
 __all__ = ["current_device", "new_empty", "raw_alloc", "raw_delete", "raw_stream"]
 
 
-def _missing(*args: object) -> int:
+def _missing(*args: object) -> Any:
     raise RuntimeError("this torch was built without CUDA")
 
 
