@@ -1,4 +1,4 @@
-"""Memory of a GPU by the shortest way: torch's caching allocator without its dispatcher, at half of the host's time.
+"""Memory of a GPU by the shortest way: torch's caching allocator without its dispatcher.
 
 The functions of torch are those that its own compiler's code calls. They take the current device, which callers compare
 with the one that they want. In a torch without CUDA they are missing, and nothing asks for them.
