@@ -26,9 +26,6 @@ chunks of the sequence. The second grid has CTAs of `thread_count`, 1024 threads
 the sums are there: the roles of Q and K first fetch their rows, then wait for the sums and finish the mean,
 each CTA for itself. Where there is one chunk and all CTAs run at once, they sum, too, and the first launch is saved.
 
-The quantising grid comes up under the end of what ran before, and waits for that before it reads; behind `KeySums`,
-which starts when that has ended, for the sums alone. The forward kernel comes up under its end likewise.
-
 The pieces: vectors.py, then the roles in rows.py and values.py and the sums in key_sums.py, each to be read by itself;
 here are the grids.
 """
@@ -108,8 +105,9 @@ class Quantize:
         tasks = (heads << halved) + k.shape[2] * (QUANTIZE_SPAN // V_SCALE_GROUP)
         summing = chunk > 0  # else the mean is given, as one sum
         alone = summing and sums.shape[1] == 1 and tasks * q.shape[0] * spans <= ALONE * self.ctas_per_sm
+        behind = summing and not alone
         if const_expr(self.smooth):
-            if summing and not alone:
+            if behind:
                 self.key_sums.launch(k, sums, cos, sin, chunk, stream)
         self.kernel(
             q,
@@ -131,7 +129,6 @@ class Quantize:
             sin,
             count,
             chunk if alone else Int32(0),
-            Int32(1) if summing and not alone else Int32(0),
             q.shape[2] // k.shape[2],
             halved,
         ).launch(
@@ -140,7 +137,7 @@ class Quantize:
             stream=stream,
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT,
-            use_pdl=True,
+            use_pdl=behind if self.smooth else False,
         )
 
     @cute.kernel
@@ -165,19 +162,12 @@ class Quantize:
         m_sin: cute.Tensor,  # (seqlen_ro, rotary_dim / 2)
         count: Int32,
         chunk: Int32,  # samples of the one chunk that every CTA sums by itself; 0: `m_sums` has or will have the sums
-        behind_sums: Int32,  # whether `KeySums` goes before this grid
         group: Int32,  # query heads of a kv head
         halved: Int32,  # how often QUANTIZE_SPAN is halved
     ):
         # Heads of Q, K and V fastest: neighbours in memory run together, and so do the three roles, of which
         # those of Q and K are heavier on the instruction units and that of V on memory. V first: it needs no
         # sums.
-        if const_expr(self.smooth):
-            if behind_sums == 0:
-                cute.arch.griddepcontrol_wait()
-        else:
-            cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()  # of which the forward kernel is one; it waits for this grid's end
         work, span, _ = cute.arch.block_idx()
         heads_q, heads_k = m_q.shape[2], m_k.shape[2]
         of_v = heads_k * (QUANTIZE_SPAN // V_SCALE_GROUP)

@@ -196,7 +196,7 @@ class FwdSm90:
             cluster=None if cfg.cluster == 1 else [cfg.cluster, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=True,
+            use_pdl=cfg.varlen,
         )
 
     def packed(self, x: cute.Tensor) -> cute.Tensor:
@@ -295,9 +295,6 @@ class FwdSm90:
         if cutlass.const_expr(cfg.varlen):
             pipes = (*pipes, place_ring(storage.bar_place.data_ptr(), 4 * cfg.consumer_warpgroups))
         self.policy.prepare(s_v, tid)
-        if cutlass.const_expr(not cfg.varlen):
-            # All threads: until here this grid may run beside the one before, whose results it reads.
-            cute.arch.griddepcontrol_wait()
         # all CTAs of the cluster: none signals or fills another's ring before its mbarriers are initialised
         pl.pipeline_init_arrive(cluster_shape_mn=(cfg.cluster, 1), is_relaxed=True)
         pl.pipeline_init_wait(cluster_shape_mn=(cfg.cluster, 1))
