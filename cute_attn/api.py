@@ -619,15 +619,16 @@ _PLAIN_TYPES: Final = (int, int, float)
 def _signature(given: _Given) -> object:
     """What checks and planning read of these arguments, unhashable where it is none that is allowed; None of none."""
     window_size: Any
-    window_size, softcap, *tensors = given
-    if window_size is _NO_WINDOW and softcap is _NO_SOFTCAP and tensors == [None, None]:
+    window_size, softcap, slopes, sinks = given
+    plain = slopes is None and sinks is None
+    if plain and window_size is _NO_WINDOW and softcap is _NO_SOFTCAP:
         return None  # the defaults
     try:
         left, right = window_size
         types = (type(left), type(right), type(softcap))
-        if types == _PLAIN_TYPES and left == right == -1 and not softcap and tensors == [None, None]:
+        if plain and types == _PLAIN_TYPES and left == right == -1 and not softcap:
             return None
-        signatures = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in tensors]
+        signatures = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in (slopes, sinks)]
     except (AttributeError, TypeError, ValueError):
         return []
     return (window_size, softcap, *types, *signatures)

@@ -2,8 +2,9 @@
 
 32 neighbouring elements of a row a thread, in passes of 64 rows. Besides the issue of instructions, this role is bound
 by the pipe that shuffles and shared memory have in common, so a thread takes as many elements as 64 registers hold:
-butterflies of distance 1 to 16 stay inside a thread, the others are shuffles among the lanes of a row. Those are 2, 4
-or 8, for 64, 128 or 256 columns: the ones past head_dim hold zeros, which no step changes, and are not stored.
+butterflies of distance 1 to 16 stay inside a thread, for the others the lanes of a row exchange half of their elements.
+Those are 2, 4 or 8 lanes, for 64, 128 or 256 columns: the ones past head_dim hold zeros, which no step changes, and are
+not stored.
 Rows come through shared memory, two passes in flight without holding a register. What a CTA does once, some 450
 instructions a thread, is a sixth of its work at 256 rows.
 """
@@ -279,7 +280,7 @@ class Rows:
 
         A lane that should subtract its own elements from its neighbour's subtracts the others instead; signs so
         reversed come back in `encode`, which also makes -0 of a difference 0. Afterwards the thread has 16 columns
-        twice, see `column_of`.
+        twice, see `own_column`.
         """
         inside = min(WIDTH, self.block)
         inside = inside // 2 if const_expr(self.exchanges > 0) else inside
