@@ -87,8 +87,8 @@ class FwdSm90:
         self.policy = policy
         self.mainloop = mainloop
         self.out_type = ELEMENTS[cfg.out_dtype]
-        # Places of tiles in shared memory. The producer writes that of a tile when the loads of the one before are issued,
-        # and consumers may still read the one `q_stages` + 1 before that, to store its O.
+        # Places of tiles in shared memory. The producer writes that of a tile when the loads of the one before are
+        # issued, and consumers may still read the one `q_stages` + 1 before that, to store its O.
         self.places = STAGES if cfg.varlen else 4
 
     # -- host -------------------------------------------------------------------------------------------------
@@ -436,9 +436,7 @@ class FwdSm90:
         )
 
     @cute.jit
-    def attend_tile(
-        self, at, where, frags, pipes, states, window, side, softmax_scale_log2: Float32, output
-    ):
+    def attend_tile(self, at, where, frags, pipes, states, window, side, softmax_scale_log2: Float32, output):
         """A consumer warpgroup's part of a tile. Returns the states of Q's and the other rings.
 
         at      round of the tile, or with `varlen` the consumer's state of the ring of places

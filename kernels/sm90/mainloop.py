@@ -8,7 +8,8 @@ Rings (PipelineTmaAsync; an mbarrier pair "full" / "empty" for each stage):
     V     kv_stages  warp 0 of producer    TMA, v_columns * tile_n (the 8-bit   one lane of each consumer warp
                                            sum rows are written once)
 
-Bytes are elements times their size. Named barriers: see `Barrier`. The rings go on from one work tile to the next: the
+Bytes are elements times their size. Before the producer announces Q, its lane 0 writes where the tile is (`FwdSm90.place`; with
+`varlen` there is a ring for that, common/varlen.py). Named barriers: see `Barrier`. The rings go on from one work tile to the next: the
 producer fetches Q, K and V of the next tile while the consumers finish this one, and the warpgroups do not wait for
 each other but for their turns, where they have them.
 
@@ -264,7 +265,7 @@ class Mainloop8bit(Mainloop):
     def consume(self, frags, scales, softmax_state, out, pipes, states, key_blocks):
         """All key tiles of one work tile, from the highest keys down.
 
-        frags (Q, K, V parts), scales (q_scale (2,), K's and V's scales of the key tile to come, (tile_n / 64,) and (1,),
+        frags (Q, K, V parts), scales (q_scale (2,), scales of the key tile to come, (tile_n / 64,) of K and (1,) of V,
         those of all, and what else `Fp8Policy.tile_inputs` returns), softmax_state (the policy's state, limits of the
         mask), out: FP32 accumulators, updated in place. pipes are those of Q, K, V, states the consumer's of Q and of K
         and V, key_blocks see scheduler.py. Returns the states.

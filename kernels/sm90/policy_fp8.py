@@ -321,7 +321,8 @@ class Fp8Policy(Fp8Softmax):
         """
         reference, _, _, v_scale = state
         last = rows(out[len(out) - 1])
-        share = cute.make_rmem_tensor(2, Float32)  # the loads for both rows first: they take longer than all the rest
+        # the loads for both rows first: they take longer than all the rest
+        share = cute.make_rmem_tensor(2, Float32)
         if const_expr(not self.cfg.softcap):  # else scores have it
             for r in cutlass.range_constexpr(2):
                 share[r] = side[4] * self.of_mean(side, row0 + ROW_STEP * r, head, batch)
