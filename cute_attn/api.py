@@ -15,7 +15,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Final, Literal, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from cute_attn.quantize import (
     Fp8Recipe,
     QuantizedQKV,
     Rotary,
+    Stored,
     check_rotary,
     from_fp8,
     quantize_reference,
@@ -35,6 +36,9 @@ from cute_attn.quantize import (
 from cute_attn.remember import Key, Remembered
 from cute_attn.tiles import transpose_config
 from cute_attn.tracing import caller_level, untraced
+
+if TYPE_CHECKING:
+    from cute_attn.launch import Forward
 
 __all__ = ["explain", "flash_attn_fp8_func", "fp8_attention", "fp8_attention_quantized", "quantize"]
 
@@ -281,6 +285,11 @@ def fp8_attention_quantized(
     given = (window_size, softcap, alibi_slopes, sinks)
     asked = _signature(given)
     options = (causal, type(causal), softmax_scale, type(softmax_scale), backend, out_dtype, asked)
+    stored = qkv.untouched if isinstance(qkv, QuantizedQKV) else None
+    if stored is not None and alibi_slopes is None and sinks is None:
+        ready = _ready_untouched_call(stored, qkv.dtype, options, given)
+        if ready is not None:
+            return ready(stored, return_lse)
     key, call = _ready_quantized_call(qkv, options)
     plan = None if call is not None else _plan_quantized(qkv, causal, backend, out_dtype, given)
     validate.check_forward_only(
@@ -545,6 +554,33 @@ def _ready_quantized_call(qkv: QuantizedQKV, options: Key) -> tuple[Key, _Call |
         return (), None
 
 
+def _ready_untouched_call(stored: Stored, dtype: torch.dtype, options: Key, given: _Given) -> _Call | None:
+    """The call for operands as the quantiser left them; None where no kernel runs as they are.
+
+    What is known of the quantiser's shapes, recipe and device holds for all its workspaces, so its identity is the key.
+    """
+    try:
+        key = (stored.quantiser, dtype, options)
+        call = _calls.get(key)
+    except TypeError:
+        return None  # unhashable: the checks name the argument
+    if call is not None:
+        return call
+    causal, _, softmax_scale, _, backend, out_dtype, _ = options
+    copy = stored.quantiser.operands(stored.memory, dtype)  # planning asks for its tensors
+    plan = _plan_quantized(copy, causal, backend, out_dtype, given)  # type: ignore[arg-type]
+    scale = validate.check_softmax_scale(softmax_scale, plan.problem.head_dim)
+    if not _launches(plan) or scale <= 0:
+        return None
+    forward = _prepare_forward(copy, plan, scale)
+    return _calls.keep(
+        key,
+        lambda stored, return_lse: forward.in_workspace(
+            stored.quantiser, stored.memory.data_ptr(), return_lse
+        ),
+    )
+
+
 def _plan_inputs(
     q: object,
     k: object,
@@ -574,21 +610,28 @@ def _plan_inputs(
 
 
 _Given = tuple[object, object, Tensor | None, Tensor | None]  # window_size, softcap, alibi_slopes, sinks
-_NOTHING: Final[_Given] = ((-1, -1), 0.0, None, None)
+_NO_WINDOW: Final = (-1, -1)  # the compiler makes it one object with the functions' defaults
+_NO_SOFTCAP: Final = 0.0
+_NOTHING: Final[_Given] = (_NO_WINDOW, _NO_SOFTCAP, None, None)
+_PLAIN_TYPES: Final = (int, int, float)
 
 
 def _signature(given: _Given) -> object:
     """What checks and planning read of these arguments, unhashable where it is none that is allowed; None of none."""
-    window_size, softcap, *tensors = given
+    window_size: Any
+    window_size, softcap, slopes, sinks = given
+    plain = slopes is None and sinks is None
+    if plain and window_size is _NO_WINDOW and softcap is _NO_SOFTCAP:
+        return None  # the defaults
     try:
-        ends = [type(end) for end in window_size]  # type: ignore[attr-defined]
-        plain = window_size == (-1, -1) and ends == [int, int] and type(softcap) is float and not softcap
-        if plain and tensors == [None, None]:
+        left, right = window_size
+        types = (type(left), type(right), type(softcap))
+        if plain and types == _PLAIN_TYPES and left == right == -1 and not softcap:
             return None
-        signatures = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in tensors]
+        signatures = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in (slopes, sinks)]
     except (AttributeError, TypeError, ValueError):
         return []
-    return (window_size, *ends, softcap, type(softcap), *signatures)
+    return (window_size, softcap, *types, *signatures)
 
 
 def _check_features(q: Tensor, given: _Given) -> Features:
@@ -683,9 +726,7 @@ def _prepare_quantize(
     return lambda q, k, v, rotary: quantiser.operands(quantiser(q, k, v, None, rotary), q.dtype)
 
 
-def _prepare_forward(
-    qkv: QuantizedQKV, plan: Plan, softmax_scale: float | None
-) -> Callable[[QuantizedQKV, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]:
+def _prepare_forward(qkv: QuantizedQKV, plan: Plan, softmax_scale: float | None) -> Forward:
     """Likewise for operands with parts of these shapes."""
     scale = validate.check_softmax_scale(softmax_scale, plan.problem.head_dim)
     from cute_attn.launch import Forward

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from cute_attn.plan_sm80 import forward16_sm80_config
 from cute_attn.problem import ARCHS, cutting_ends, device_capability
 from cute_attn.remember import Remembered
 from cute_attn.tiles import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from cute_attn.launch import Forward16
 
 __all__ = [
     "flash_attn_explain",
@@ -311,7 +314,7 @@ def _parts(name: str, x: object, rows: str, count: int) -> tuple[Tensor, ...]:
 # ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Plan:
     """What a call with these shapes, strides and options does."""
 
@@ -320,6 +323,7 @@ class _Plan:
     softcap: float
     window: tuple[int, int]  # -1 without an end
     loadable: tuple[bool, bool, bool]  # whether the kernel can read tensors of the strides of q, k, v
+    forward: Forward16 | None = None  # the kernel's calls, from the first one on
 
 
 _plans: Remembered[_Plan] = Remembered()
@@ -494,20 +498,22 @@ def _attend(
             sinks=sinks,
         )
         return out.to(q.dtype), lse
-    from cute_attn.launch import launch_forward16
+    if not (all(plan.loadable) and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0):
+        q, k, v = (_loaded(x, loadable) for x, loadable in zip((q, k, v), plan.loadable, strict=True))
+    forward = plan.forward
+    if forward is None:
+        from cute_attn.launch import Forward16
 
-    q, k, v = (_loaded(x, loadable) for x, loadable in zip((q, k, v), plan.loadable, strict=True))
-    return launch_forward16(
-        q,
-        k,
-        v,
-        plan.config,
-        softmax_scale=plan.softmax_scale,
-        softcap=plan.softcap,
-        window=plan.window,
-        alibi_slopes=slopes,
-        sinks=sinks,
-    )
+        forward = plan.forward = Forward16(
+            q.shape,
+            v.shape,
+            plan.config,
+            q.device,
+            softmax_scale=plan.softmax_scale,
+            softcap=plan.softcap,
+            window=plan.window,
+        )
+    return forward(q, k, v, slopes, sinks)
 
 
 def _loaded(x: Tensor, loadable: bool) -> Tensor:

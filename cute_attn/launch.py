@@ -1,7 +1,7 @@
 """Calls of the compiled kernels: outputs, workspace and constants of one shape, made ready for many calls.
 
-A call allocates two tensors: the output, and a workspace with all 8-bit operands and their scales. When it returns,
-torch's allocator has the workspace back, for later work of the same stream. What a shape, a recipe and a device fix
+A call allocates the output, and a workspace with all 8-bit operands and their scales. When it returns, torch's
+allocator has the workspace back, for later work of the same stream. What a shape, a recipe and a device fix
 (sizes, offsets, compiled functions, factors) is worked out once, by `Quantiser`, `Forward` and `Attention`.
 
 The compiled functions check dtype, rank, shape and strides of the torch tensors that they take (TVM-FFI), make the
@@ -15,6 +15,7 @@ import functools
 import math
 import operator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from cute_attn.kernels.config import (
     QuantizeConfig,
 )
 from cute_attn.kernels.operands import Layout
+from cute_attn.memory import current_device, new_empty, raw_alloc, raw_delete, raw_stream
 from cute_attn.problem import NO_FEATURES, Features
 from cute_attn.quantize import (
     Fp8Recipe,
@@ -113,7 +115,10 @@ class Quantiser:
     Attributes:
         layout: where the operands lie in a workspace.
         layout_object: the same, for compiled functions.
+        bytes: of a workspace.
+        static: whether passes in torch go before the kernel, which want the workspace as a tensor.
         lse: offset in bytes of room for (batch, heads_q, seqlen_q) float32, which the quantiser leaves alone.
+        q_dot: offset of the products of queries with the mean key; None where there is none.
 
     Raises:
         ValueError: more rows than the quantiser's grid covers.
@@ -143,10 +148,11 @@ class Quantiser:
         self.recipe, self.config = recipe, config
         self._kernel = compile_kernel(config)
         self._signs = _signs(config.head_dim, recipe.rotation_seed, device) if config.rotate else None
-        self._static = "static" in (config.q_mode, config.k_mode, config.v_mode)
-        self.layout, self.lse, size = self._lay_out()
+        self.static = "static" in (config.q_mode, config.k_mode, config.v_mode)
+        self.layout, self.lse, self.bytes = self._lay_out()
+        self.q_dot = self.layout.q_dot if config.smooth else None
         self.layout_object = _shape_object(self.layout)
-        self._new_workspace = functools.partial(torch.empty, size, dtype=torch.uint8, device=device)
+        self._new_workspace = new_empty((self.bytes,), torch.uint8, device)
 
     def _lay_out(self) -> tuple[Layout, int, int]:
         """(layout, offset of lse, bytes) of a workspace. Parts are contiguous, but for the padding of K's scales."""
@@ -211,17 +217,28 @@ class Quantiser:
             TypeError, ValueError: a tensor is none of those planned for; nothing was launched.
         """
         workspace = self._new_workspace()
-        base = workspace.data_ptr()
-        cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
         amax, given = _NO_AMAX, 0
-        if self._static or k_mean is not None:
+        if self.static or k_mean is not None:
             amax, given = self._passes_before(q, k, v, k_mean, rotary, workspace)
+        self.fill(workspace.data_ptr(), q, k, v, rotary, amax, given)
+        return workspace
+
+    def fill(
+        self,
+        base: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary | None = None,
+        amax: _Amax = _NO_AMAX,
+        given: int = 0,
+    ) -> None:
+        """A call for a workspace at the address `base`; amax and given: of `_passes_before`, where `static` is true."""
+        cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
         try:
             self._kernel(q, k, v, self._signs, *amax, base, self.layout_object, cos, sin, given)
-            return workspace
-        except (
-            Exception
-        ):  # not bound to a name: with its traceback it would hold this frame, and the workspace
+            return
+        except Exception:  # not bound to a name: with its traceback it would hold this frame, and the inputs
             validate.check_inputs(
                 q, k, v
             )  # names the argument, unless it is one that only needs another place
@@ -231,7 +248,6 @@ class Quantiser:
                 raise
         *qkv, cos, sin = aligned
         self._kernel(*qkv, self._signs, *amax, base, self.layout_object, cos, sin, given)
-        return workspace
 
     def _passes_before(
         self,
@@ -270,7 +286,11 @@ class Quantiser:
         return amax_q, amax_k, amax_v
 
     def operands(self, workspace: Tensor, dtype: torch.dtype) -> QuantizedQKV:
-        """The operands in a workspace as tensors, which are views of it; `dtype` is that of q, k, v."""
+        """The operands in a workspace; `dtype` is that of q, k, v."""
+        return QuantizedQKV.in_workspace(Workspace(self, workspace), self.seqlen_k, self.recipe, dtype)
+
+    def tensors(self, workspace: Tensor) -> dict[str, Tensor | None]:
+        """The operands in a workspace as tensors, which are views of it."""
         at, config = self.layout, self.config
         codes, e4m3 = workspace.view(_CODES[config.qk_dtype]), workspace.view(torch.float8_e4m3fn)
         floats = workspace.view(torch.float32)
@@ -279,30 +299,38 @@ class Quantiser:
         rows = (batch, heads_q, seqlen_q)
         k_groups, v_groups = _ceil_div(seqlen_k, K_SCALE_GROUP), _ceil_div(seqlen_k, V_SCALE_GROUP)
         padded_k = _ceil_div(seqlen_k, V_KEY_PERMUTATION) * V_KEY_PERMUTATION
-        return QuantizedQKV(
-            q=codes.as_strided(
+        return {
+            "q": codes.as_strided(
                 (batch, seqlen_q, heads_q, config.head_dim), (at.q_batch, at.q_row, at.q_head, 1), at.q
             ),
-            k=codes.as_strided(
+            "k": codes.as_strided(
                 (batch, seqlen_k, heads_k, config.head_dim), (at.k_batch, at.k_row, at.k_head, 1), at.k
             ),
-            vt=e4m3.as_strided(
+            "vt": e4m3.as_strided(
                 (batch, heads_k, config.head_dim_v, padded_k), (at.vt_batch, at.vt_head, at.vt_dim, 1), at.vt
             ),
-            q_scale=floats.as_strided(rows, (at.q_scale_batch, at.q_scale_head, 1), at.q_scale // 4),
-            k_scale=floats.as_strided(
+            "q_scale": floats.as_strided(rows, (at.q_scale_batch, at.q_scale_head, 1), at.q_scale // 4),
+            "k_scale": floats.as_strided(
                 (batch, heads_k, k_groups), (at.k_scale_batch, at.k_scale_head, 1), at.k_scale // 4
             ),
-            v_scale=floats.as_strided(
+            "v_scale": floats.as_strided(
                 (batch, heads_k, v_groups), (at.v_scale_batch, at.v_scale_head, 1), at.v_scale // 4
             ),
-            q_dot_mean=floats.as_strided(rows, (at.q_dot_batch, at.q_dot_head, 1), at.q_dot // 4)
+            "q_dot_mean": floats.as_strided(rows, (at.q_dot_batch, at.q_dot_head, 1), at.q_dot // 4)
             if config.smooth
             else None,
-            seqlen_k=seqlen_k,
-            recipe=self.recipe,
-            dtype=dtype,
-        )
+        }
+
+
+class Workspace(NamedTuple):
+    """Operands in a workspace that a quantiser has filled."""
+
+    quantiser: Quantiser
+    memory: Tensor
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """See `Quantiser.tensors`."""
+        return self.quantiser.tensors(self.memory)
 
 
 def launch_quantize(
@@ -394,12 +422,8 @@ class Forward:
         sms = _sms(device)
         turn = heads_in_turn(config, batch, heads_q, shape_k[2], seqlen_q, shape_k[1], sms)
         self.kernel = compile_kernel(config)
-        self.new_out = functools.partial(
-            torch.empty, *shape_out, dtype=_ELEMENTS[config.out_dtype], device=device
-        )
-        self.new_lse = functools.partial(
-            torch.empty, batch, heads_q, seqlen_q, dtype=torch.float32, device=device
-        )
+        self.new_out = new_empty(shape_out, _ELEMENTS[config.out_dtype], device)
+        self.new_lse = new_empty((batch, heads_q, seqlen_q), torch.float32, device)
         self._zero = _zero(device)  # held as long as its address
         self.zero = self._zero.data_ptr()
         self._given_scale = softmax_scale
@@ -447,6 +471,28 @@ class Forward:
         lse_add = self.zero if dot is None else dot.data_ptr()
         self.kernel(out, 0, lse.data_ptr(), lse_add, layout, *self.factors, slopes, sinks, *self.ends)
         return out, lse
+
+    def in_workspace(
+        self,
+        quantiser: Quantiser,
+        base: int,
+        return_lse: bool,
+        slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Out, or (out, lse), for the operands in a workspace of the quantiser, for a softmax_scale > 0.
+
+        Args:
+            base: address of the workspace.
+            slopes, sinks: as those of a call.
+        """
+        out = self.new_out()
+        lse = self.new_lse() if return_lse else None
+        lse_at = base + quantiser.lse if lse is None else lse.data_ptr()
+        lse_add = self.zero if quantiser.q_dot is None else base + quantiser.q_dot
+        layout = quantiser.layout_object
+        self.kernel(out, base, lse_at, lse_add, layout, *self.factors, slopes, sinks, *self.ends)
+        return out if lse is None else (out, lse)
 
 
 def _window_ends(window: tuple[int, int], seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
@@ -510,8 +556,7 @@ class Attention:
         self._forward = Forward(shape_out, shape_k, config, softmax_scale, device, features)
         # Q carries the sign of the scale, or 0: exact, as rounding is symmetric.
         self._q_factor = None if softmax_scale > 0 else -1.0 if softmax_scale else 0.0
-        self._lse = self._quantiser.lse
-        self._q_dot = self._quantiser.layout.q_dot if quantize_config.smooth else None
+        self._device, self._index = device, device.index
 
     def __call__(
         self,
@@ -527,18 +572,22 @@ class Attention:
 
         slopes and sinks are as those of `Forward.__call__`, errors as those of `Quantiser.__call__`.
         """
+        index = self._index
+        if current_device() != index:  # the workspace is for the current one
+            with torch.cuda.device(self._device):
+                return self(q, k, v, return_lse, rotary, slopes, sinks)
         quantiser, forward = self._quantiser, self._forward
         if self._q_factor is not None:
             q = q * self._q_factor
-        workspace = quantiser(q, k, v, None, rotary)
-        base = workspace.data_ptr()
-        lse_add = forward.zero if self._q_dot is None else base + self._q_dot
-        out = forward.new_out()
-        lse = forward.new_lse() if return_lse else None
-        lse_at = base + self._lse if lse is None else lse.data_ptr()
-        layout = quantiser.layout_object
-        forward.kernel(out, base, lse_at, lse_add, layout, *forward.factors, slopes, sinks, *forward.ends)
-        return out if lse is None else (out, lse)
+        if quantiser.static:
+            workspace = quantiser(q, k, v, None, rotary)
+            return forward.in_workspace(quantiser, workspace.data_ptr(), return_lse, slopes, sinks)
+        base = raw_alloc(quantiser.bytes, raw_stream(index))
+        try:
+            quantiser.fill(base, q, k, v, rotary)
+            return forward.in_workspace(quantiser, base, return_lse, slopes, sinks)
+        finally:
+            raw_delete(base)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -546,59 +595,66 @@ class Attention:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def launch_forward16(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    config: Fwd16Config | Fwd16Sm80Config,
-    *,
-    softmax_scale: float,
-    softcap: float = 0.0,
-    window: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    sms: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Run the compiled 16-bit forward kernel of `config`.
+class Forward16:
+    """The 16-bit forward kernel for one shape, mask, scale and device: `forward(q, k, v)` is (out, lse)."""
 
-    Args:
-        q, k, v: (batch, seqlen, heads, dim) of the dtype of `config` on a CUDA device, last stride 1, addresses and
-            strides multiples of 16 bytes, no empty dimension.
-        softmax_scale: any finite factor.
-        softcap: > 0 where `config` has it.
-        window: keys before and behind a query's own position, -1 for all; read where `config` has it.
-        alibi_slopes: (batch, heads_q) float32, any strides, where `config` has it.
-        sinks: (heads_q,) float32, likewise.
-        sms: CTAs at most of the Hopper kernel; default the SMs of the device.
+    def __init__(
+        self,
+        shape_q: tuple[int, ...],
+        shape_v: tuple[int, ...],
+        config: Fwd16Config | Fwd16Sm80Config,
+        device: torch.device,
+        *,
+        softmax_scale: float,
+        softcap: float = 0.0,
+        window: tuple[int, int] = (-1, -1),
+        sms: int | None = None,
+    ):
+        """
+        Args:
+            shape_q: batch, seqlen_q, heads_q and more.
+            shape_v: (batch, seqlen_k, heads_k, head_dim_v), no dimension empty, as those of q.
+            softmax_scale: any finite factor.
+            softcap: > 0 where `config` has it.
+            window: keys before and behind a query's own position, -1 for all; read where `config` has it.
+            sms: CTAs at most of the Hopper kernel; default the SMs of the device.
+        """
+        batch, seqlen_q, heads_q = shape_q[:3]
+        _, seqlen_k, heads_k, head_dim_v = shape_v
+        order: tuple[int, ...]
+        if isinstance(config, Fwd16Config):
+            sms = _sms(device) if sms is None else sms
+            order = (sms, heads_in_turn(config, batch, heads_q, heads_k, seqlen_q, seqlen_k, sms))
+        else:
+            order = (_heads_together(config, batch * heads_k, seqlen_k),)
+        self._kernel = compile_kernel(config)
+        self._new_out = new_empty((batch, seqlen_q, heads_q, head_dim_v), _ELEMENTS[config.dtype], device)
+        self._new_lse = new_empty((batch, heads_q, seqlen_q), torch.float32, device)
+        self._no_slopes, self._no_sinks = _zero(device).expand(batch, heads_q), _zero(device).expand(heads_q)
+        self._q_factor, *factors = _factors16(softmax_scale, softcap)
+        self._rest = (*factors, *_window_ends(window, seqlen_q, seqlen_k), *order)
 
-    Returns:
-        (out, lse): (batch, seqlen_q, heads_q, head_dim_v) of q's dtype, (batch, heads_q, seqlen_q) float32.
-    """
-    batch, seqlen_q, heads_q, _ = q.shape
-    _, seqlen_k, heads_k, head_dim_v = v.shape
-    device = q.device
-    q, *factors = _factors16(q, softmax_scale, softcap)
-    out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
-    lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
-    order: tuple[int, ...]
-    if isinstance(config, Fwd16Config):
-        sms = _sms(device) if sms is None else sms
-        order = (sms, heads_in_turn(config, batch, heads_q, heads_k, seqlen_q, seqlen_k, sms))
-    else:
-        order = (_heads_together(config, batch * heads_k, seqlen_k),)
-    compile_kernel(config)(
-        q,
-        k,
-        v,
-        out,
-        lse,
-        _zero(device).expand(batch, heads_q) if alibi_slopes is None else alibi_slopes,
-        _zero(device).expand(heads_q) if sinks is None else sinks,
-        *factors,
-        *_window_ends(window, seqlen_q, seqlen_k),
-        *order,
-    )
-    return out, lse
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None = None, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the kernel.
+
+        Args:
+            q, k, v: (batch, seqlen, heads, dim) of the dtype of the configuration on the device, last stride 1,
+                addresses and strides multiples of 16 bytes.
+            slopes: (batch, heads_q) float32, any strides, where the configuration has ALiBi; else None.
+            sinks: (heads_q,) float32, likewise where it has sinks.
+
+        Returns:
+            (out, lse): (batch, seqlen_q, heads_q, head_dim_v) of q's dtype, (batch, heads_q, seqlen_q) float32.
+        """
+        if self._q_factor is not None:
+            q = q * self._q_factor
+        out, lse = self._new_out(), self._new_lse()
+        slopes = self._no_slopes if slopes is None else slopes
+        sinks = self._no_sinks if sinks is None else sinks
+        self._kernel(q, k, v, out, lse, slopes, sinks, *self._rest)
+        return out, lse
 
 
 def _heads_together(config: Fwd16Sm80Config, heads: int, seqlen_k: int) -> int:
@@ -630,9 +686,9 @@ def launch_forward16_varlen(
     """Run the compiled 16-bit forward kernel of `config`, which is one of sequences of unlike length.
 
     Args:
-        q, k, v: (total, heads, dim), otherwise as in `launch_forward16`.
+        q, k, v: (total, heads, dim), otherwise as in `Forward16`.
         cu_seqlens_q, cu_seqlens_k, seqused_k: as in `flash_attn_varlen_func`.
-        softmax_scale, softcap, window, alibi_slopes, sinks, sms: as in `launch_forward16`.
+        softmax_scale, softcap, window, sms: as those of `Forward16`; alibi_slopes, sinks: as those of its calls.
         only_starts: `cu_seqlens_k` only says where sequences begin, in any order; `seqused_k`, which must be given,
             says how many keys they have.
         out, lse: where results go, of the shapes below; allocated where None. Strides of out as those of q.
@@ -643,7 +699,9 @@ def launch_forward16_varlen(
     total_q, heads_q, head_dim = q.shape
     total_k, _, head_dim_v = v.shape
     batch, device = cu_seqlens_q.shape[0] - 1, q.device
-    q, *factors = _factors16(q, softmax_scale, softcap)
+    q_factor, *factors = _factors16(softmax_scale, softcap)
+    if q_factor is not None:
+        q = q * q_factor
     if out is None:
         out = torch.empty((total_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
     if lse is None:
@@ -670,14 +728,15 @@ def launch_forward16_varlen(
     return out, lse
 
 
-def _factors16(q: Tensor, softmax_scale: float, softcap: float) -> tuple[Tensor, float, float]:
-    """q and the factors of scores that the kernel wants: (q, softmax_scale_log2, softcap_factor)."""
+def _factors16(softmax_scale: float, softcap: float) -> tuple[float | None, float, float]:
+    """What the kernel wants of scores: (factor of q, None for 1; softmax_scale_log2; softcap_factor)."""
     # The kernel takes the maximum of scores before the scale, which must be > 0 for that. Signs and zero go to Q.
+    q_factor = None
     if softmax_scale <= 0:
-        q = q * math.copysign(1.0, softmax_scale) if softmax_scale else q * 0.0
+        q_factor = math.copysign(1.0, softmax_scale) if softmax_scale else 0.0
         softmax_scale = -softmax_scale or 1.0
     return (
-        q,
+        q_factor,
         (softcap or softmax_scale) * LOG2_E,
         2.0 * LOG2_E * softmax_scale / softcap if softcap else 0.0,
     )

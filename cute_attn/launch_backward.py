@@ -36,7 +36,7 @@ def launch_backward16(
             addresses and strides multiples of 16 bytes, no empty dimension; out is that of the forward.
         lse: (batch, heads_q, seqlen_q) float32, of the forward, any strides.
         dlse: gradient of lse, likewise; None: zero.
-        softmax_scale, softcap, window, alibi_slopes: those of the forward, see `launch.launch_forward16`.
+        softmax_scale, softcap, window, alibi_slopes: those of the forward, see `launch.Forward16`.
 
     Returns:
         (dq, dk, dv, d): gradients of the shapes and dtype of q, k, v, contiguous; d (batch, heads_q, seqlen_q) float32,

@@ -19,6 +19,7 @@ operation rounded to nearest even, in a fixed order, so the device kernel can (a
     scale  = a * float32(norm / QMAX) + (a - a)
     code   = round(x * inv)                    e4m3 (QMAX 448) or int8 (QMAX 127), to nearest even, saturating
 
+With rotation, x * inv is fused with the addition of 0: where one of the two is 0 the code is 0 without a sign.
 A group of zeros has `inv = scale = 1`. `(a - a)` is zero for a finite group and NaN for any other, so a NaN
 or an infinity makes the scale of its group NaN, and every output that depends on the group is NaN: bad input
 stays visible and never becomes a plausible number.
@@ -30,8 +31,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,7 @@ __all__ = [
     "Fp8Recipe",
     "QuantizedQKV",
     "Rotary",
+    "Stored",
     "amax_scale",
     "check_rotary",
     "from_fp8",
@@ -231,6 +233,22 @@ def resolve_recipe(recipe: str | Fp8Recipe) -> Fp8Recipe:
 # ------------------------------------------------------------------------------------------------------------
 
 
+class Stored(Protocol):
+    """Operands in a workspace, see `launch.Workspace`."""
+
+    @property
+    def quantiser(self) -> Any: ...
+
+    @property
+    def memory(self) -> Tensor: ...
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The first seven fields of `QuantizedQKV`."""
+
+
+_PARTS: Final = ("q", "k", "vt", "q_scale", "k_scale", "v_scale", "q_dot_mean")
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedQKV:
     """8-bit Q, K, V as the forward kernel reads them, with their float32 dequantisation factors.
@@ -248,6 +266,9 @@ class QuantizedQKV:
         seqlen_k: number of true keys in `vt`.
         recipe: how the tensors were made.
         dtype: dtype of the tensors they were made from; the default dtype of the output.
+
+    The kernel leaves all tensors in one workspace. Of these operands, tensors are made when somebody first asks for
+    one: seven views cost more than their attention does on the host.
     """
 
     q: Tensor
@@ -260,6 +281,36 @@ class QuantizedQKV:
     seqlen_k: int
     recipe: Fp8Recipe
     dtype: torch.dtype
+
+    @classmethod
+    def in_workspace(
+        cls, stored: Stored, seqlen_k: int, recipe: Fp8Recipe, dtype: torch.dtype
+    ) -> QuantizedQKV:
+        """Operands whose tensors are those of `stored.tensors()`."""
+        qkv = object.__new__(cls)
+        qkv.__dict__.update(seqlen_k=seqlen_k, recipe=recipe, dtype=dtype, _stored=stored)
+        return qkv
+
+    @property
+    def untouched(self) -> Stored | None:
+        """Where the operands are, as long as nobody has asked for a tensor, which he could have changed in place."""
+        found: Stored | None = self.__dict__.get("_stored")
+        return found
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            stored = self.__dict__.get("_stored")
+            if stored is not None and name in _PARTS:
+                for part, x in stored.tensors().items():  # two threads may ask at once, and get the same
+                    self.__dict__.setdefault(part, x)
+                self.__dict__.pop("_stored", None)
+            if name in self.__dict__:
+                return self.__dict__[name]
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def dequantize(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns what the codes stand for: float64 (q, k, v), each (batch, seqlen, heads, head_dim or head_dim_v).
@@ -617,6 +668,7 @@ def _quantize(
     block: int,
     dtype: Literal["e4m3", "int8"],
     norm: float,
+    rotated: bool = False,
 ) -> tuple[Tensor, Tensor, int | None]:
     """Quantises a transformed tensor.
 
@@ -632,7 +684,10 @@ def _quantize(
         group = 1 if mode == "token" else block
         inv, scale = amax_scale(_group_amax(x, group), qmax, norm)
         inv_rows = _expand_groups(inv, group, seqlen)
-    scaled = x * _as_rows(inv_rows)
+    inv_rows = _as_rows(inv_rows)
+    scaled = x * inv_rows
+    if rotated:  # see the module; a product that underflows keeps its sign
+        scaled = torch.where((x == 0) | (inv_rows == 0), scaled + 0.0, scaled)
     return to_e4m3(scaled) if dtype == "e4m3" else to_int8(scaled), scale, group
 
 
@@ -699,10 +754,10 @@ def quantize_reference(
     )
     norm = scale_norm(head_dim, recipe.rotation)
     q8, q_scale, q_group = _quantize(
-        _transform(q, None, signs), recipe.q_scale, Q_BLOCK, recipe.qk_dtype, norm
+        _transform(q, None, signs), recipe.q_scale, Q_BLOCK, recipe.qk_dtype, norm, signs is not None
     )
     k8, k_scale, k_group = _quantize(
-        _transform(k, k_mean, signs), recipe.k_scale, recipe.k_block, recipe.qk_dtype, norm
+        _transform(k, k_mean, signs), recipe.k_scale, recipe.k_block, recipe.qk_dtype, norm, signs is not None
     )
     v8, v_scale, v_group = _quantize(_transform(v, None, None), recipe.v_scale, V_BLOCK, "e4m3", 1.0)
 

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 
-class PoisonedTorch:
-    """torch, but what `empty` returns holds NaN, in bytes 0xFF, or an integer that nobody writes or counts to.
+def poison_memory(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """All memory that these modules allocate is as that of `PoisonedTorch`."""
+    for module in modules:
+        monkeypatch.setattr(module, "torch", PoisonedTorch())
+        if hasattr(module, "new_empty"):
+            monkeypatch.setattr(module, "new_empty", _new_empty)
+        if hasattr(module, "raw_alloc"):
+            monkeypatch.setattr(module, "raw_alloc", functools.partial(_raw_alloc, module.raw_alloc))
 
-    For `monkeypatch.setattr(module, "torch", PoisonedTorch())`.
-    """
+
+def _new_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    return functools.partial(PoisonedTorch().empty, shape, dtype=dtype, device=device)
+
+
+def _raw_alloc(alloc: Callable[[int, int], int], size: int, stream: int) -> int:
+    from cuda.bindings import driver
+
+    address = alloc(size, stream)
+    (error,) = driver.cuMemsetD8Async(address, 0xFF, size, stream)
+    assert error == driver.CUresult.CUDA_SUCCESS
+    return address
+
+
+class PoisonedTorch:
+    """torch, but what `empty` returns holds NaN, in bytes 0xFF, or an integer that nobody writes or counts to."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from poison import PoisonedTorch
+from poison import poison_memory
 from test_flash_gpu import check
 from torch import Tensor
 
@@ -35,7 +35,7 @@ places = pytest.mark.parametrize("place", PLACES)
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel does not write stays NaN."""
-    monkeypatch.setattr(launch, "torch", PoisonedTorch())
+    poison_memory(monkeypatch, launch)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

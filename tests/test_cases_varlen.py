@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from poison import PoisonedTorch
+from poison import poison_memory
 from test_flash_gpu import check
 from torch import Tensor
 
@@ -27,7 +27,7 @@ places = pytest.mark.parametrize("place", PLACES)
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel does not write stays NaN."""
-    monkeypatch.setattr(launch, "torch", PoisonedTorch())
+    poison_memory(monkeypatch, launch)
 
 
 def starts(lengths: list[int], place: str) -> Tensor:

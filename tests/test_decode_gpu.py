@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from poison import PoisonedTorch
+from poison import PoisonedTorch, poison_memory
 from torch import Tensor
 
 from cute_attn import append, append_kv, decode, flash_attn_with_kvcache, launch, prefill
@@ -404,7 +404,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(decode, "torch", PoisonedTorch())
     monkeypatch.setattr(append, "torch", PoisonedTorch())
     monkeypatch.setattr(prefill, "torch", PoisonedTorch())
-    monkeypatch.setattr(launch, "torch", PoisonedTorch())
+    poison_memory(monkeypatch, launch)
     monkeypatch.setattr(decode, "_plans", type(decode._plans)())
     yield
     torch.cuda.synchronize()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_tensor
+from host_memory import HostMemory
 from torch import Tensor
 
 from cute_attn import launch
@@ -193,6 +194,7 @@ def memory() -> Tensor:
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "compile_kernel", lambda config: compiled(config)[0])
     monkeypatch.setattr(launch, "_sms", lambda device: 132)
+    HostMemory(monkeypatch)
 
 
 SHAPES = [(2, 130, 333, 4, 2), (1, 1, 1, 1, 1), (3, 7, 1025, 6, 3), (1, 40, 16385, 2, 1), (2, 5, 50000, 2, 2)]
@@ -265,20 +267,12 @@ def test_the_forward_kernel_reads_where_the_quantiser_writes(
     sink = memory()
     call = launch.Attention(q.shape, k.shape, chosen, config, forward, 0.25, q.device)
     monkeypatch.setattr(call._quantiser, "_signs", memory())
-    kept: list[Tensor] = []
     quantiser = call._quantiser
-
-    class Watched:
-        layout_object = call._quantiser.layout_object
-
-        def __call__(self, *args: Tensor) -> Tensor:
-            kept.append(quantiser(*args))
-            return kept[-1]
-
-    monkeypatch.setattr(call, "_quantiser", Watched())
+    workspace = quantiser._new_workspace()
+    monkeypatch.setattr(launch, "raw_alloc", lambda size, stream: workspace.data_ptr())
+    monkeypatch.setattr(launch, "raw_delete", lambda address: None)
     monkeypatch.setattr(call._forward, "new_lse", lambda: sink)
     out, _ = call(q, k, v, True)  # type: ignore[misc]
-    (workspace,) = kept
     qkv = quantiser.operands(workspace, BF16)
     found = compiled(forward)[1].read(sink)
     assert found[:6] == [seen(x) for x in (qkv.q, qkv.k, qkv.vt, qkv.q_scale, qkv.k_scale, qkv.v_scale)]

@@ -278,14 +278,28 @@ def test_a_call_is_checked_once_and_refused_as_before() -> None:
 def test_what_a_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel and its arguments, on a Hopper GPU that is not there."""
     calls: list[tuple[Fwd16Config, dict[str, Any]]] = []
+    prepared = 0
 
-    def launched(
-        q: Tensor, k: Tensor, v: Tensor, config: Fwd16Config, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        calls.append((config, options))
-        return q, q
+    class Prepared:
+        def __init__(
+            self,
+            shape_q: tuple[int, ...],
+            shape_v: tuple[int, ...],
+            config: Fwd16Config,
+            device: torch.device,
+            **options: Any,
+        ):
+            nonlocal prepared
+            prepared += 1
+            self.config, self.options = config, options
 
-    monkeypatch.setattr("cute_attn.launch.launch_forward16", launched)
+        def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+            q, _, _, slopes, _ = tensors
+            assert q is not None
+            calls.append((self.config, {**self.options, "alibi_slopes": slopes}))
+            return q, q
+
+    monkeypatch.setattr("cute_attn.launch.Forward16", Prepared)
     monkeypatch.setattr(flash, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flash, "_plans", Remembered())
 
@@ -310,9 +324,12 @@ def test_what_a_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     config, given = calls[-1]
     assert config.softcap and config.alibi and config.sinks
     assert (given["softcap"], given["softmax_scale"], given["alibi_slopes"].shape) == (3.0, -0.5, (2, 4))
-    count = len(calls)
+    count, before = len(calls), prepared
     flash_attn_func(q[:, :0], k, v)
     assert len(calls) == count  # nothing to launch
+    for _ in range(3):
+        flash_attn_func(q, k, v, softmax_scale=0.3)
+    assert (len(calls), prepared) == (count + 3, before + 1)  # what a shape fixes is worked out once
 
 
 # --- plan

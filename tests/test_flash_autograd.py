@@ -268,7 +268,7 @@ def test_what_the_backward_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels and their arguments, on a Hopper GPU that is not there."""
     calls: list[tuple[Bwd16Config, dict[str, Any]]] = []
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, config: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, *side: Tensor | None) -> tuple[Tensor, Tensor]:
         return torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.zeros(
             q.shape[0], q.shape[2], q.shape[1]
         )
@@ -287,7 +287,7 @@ def test_what_the_backward_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append((config, options))
         return *(torch.zeros_like(x) for x in (q, k, v)), torch.ones(q.shape[0], q.shape[2], q.shape[1])
 
-    monkeypatch.setattr("cute_attn.launch.launch_forward16", forward)
+    monkeypatch.setattr("cute_attn.launch.Forward16", lambda *given, **options: forward)
     monkeypatch.setattr("cute_attn.launch_backward.launch_backward16", backward)
     monkeypatch.setattr(flash, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flash, "_plans", Remembered())

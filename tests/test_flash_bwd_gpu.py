@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gradient_bounds import check
-from poison import PoisonedTorch
+from poison import poison_memory
 from torch import Tensor
 
 from cute_attn import (
@@ -91,8 +91,7 @@ def masks(features: str) -> dict[str, bool]:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "torch", PoisonedTorch())
-    monkeypatch.setattr(launch_backward, "torch", PoisonedTorch())
+    poison_memory(monkeypatch, launch, launch_backward)
 
 
 def tensors(

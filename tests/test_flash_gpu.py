@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from poison import PoisonedTorch
+from poison import PoisonedTorch, poison_memory
 from torch import Tensor
 
 from cute_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, launch
@@ -78,7 +78,7 @@ CLUSTERS = [
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "torch", PoisonedTorch())
+    poison_memory(monkeypatch, launch)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -153,7 +153,8 @@ def test_variants_and_several_tiles_a_cta(config: Fwd16Config) -> None:
     """Few CTAs, each with many tiles: rings, turns and the staging of O go on from tile to tile."""
     for shape, sms in (((2, 700, 1500, 4, 2), 4), ((1, 333, 90, 3, 1), 2), ((1, 2000, 2000, 3, 3), 6)):
         q, k, v = tensors(shape, config.head_dim, config.head_dim_v)
-        got = launch.launch_forward16(q, k, v, config, softmax_scale=0.1, sms=sms)
+        forward = launch.Forward16(q.shape, v.shape, config, q.device, softmax_scale=0.1, sms=sms)
+        got = forward(q, k, v)
         check(got, q, k, v, softmax_scale=0.1, window=(-1, 0 if config.causal else -1))
 
 
@@ -163,7 +164,7 @@ def test_packed_rows_are_the_same(group: int, causal: bool, backend: str) -> Non
     q, k, v = tensors((2, 77, 300, 16, 2), 128, 128)
     arch = "sm90" if backend == "sm90" else "sm_90a"
     config = replace(kernel_config(arch, 128, 128, "bf16", causal=causal), pack_gqa=group)
-    got = launch.launch_forward16(q, k, v, config, softmax_scale=0.1)
+    got = launch.Forward16(q.shape, v.shape, config, q.device, softmax_scale=0.1)(q, k, v)
     check(got, q, k, v, softmax_scale=0.1, window=(-1, 0 if causal else -1))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from covering import all_pairs, covering, pairs
-from poison import PoisonedTorch
+from poison import poison_memory
 from test_flash_gpu import check
 from torch import Tensor
 
@@ -97,7 +97,7 @@ def rows_with_keys(case: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("backend", ["sm90", "sm80"])
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_kernel(case: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "torch", PoisonedTorch())
+    poison_memory(monkeypatch, launch)
     check_call(case, "cuda", backend)
 
 

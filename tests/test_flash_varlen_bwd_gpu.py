@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from gradient_bounds import check, exact_gradients
-from poison import PoisonedTorch
+from poison import poison_memory
 from torch import Tensor
 
 from cute_attn import (
@@ -72,8 +72,7 @@ RUNS = [("sm90", case) for case in CASES] + [("sm80", case) for case in CASES_SM
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "torch", PoisonedTorch())
-    monkeypatch.setattr(launch_backward, "torch", PoisonedTorch())
+    poison_memory(monkeypatch, launch, launch_backward)
 
 
 def ends(lengths: Any, first: int = 0) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from poison import PoisonedTorch
+from poison import poison_memory
 from torch import Tensor
 
 from cute_attn import (
@@ -150,7 +150,7 @@ MMA_SYNC = [
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(launch, "torch", PoisonedTorch())
+    poison_memory(monkeypatch, launch)
 
 
 @pytest.fixture(params=["sm90", "sm80"])

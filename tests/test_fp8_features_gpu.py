@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from poison import PoisonedTorch
+from poison import poison_memory
 from rounding_bounds import check_agreement, check_lse, doubled_lse, error_ratio, exact_attention
 from torch import Tensor
 
@@ -88,7 +88,7 @@ def compiled() -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "torch", PoisonedTorch())
+    poison_memory(monkeypatch, launch)
 
 
 def rms(x: Tensor) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from poison import PoisonedTorch
+from poison import poison_memory
 from rounding_bounds import check_lse, doubled_lse, error_ratio, exact_attention
 from torch import Tensor
 
@@ -94,8 +94,7 @@ RECIPES = [
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (launch, launch_varlen):
-        monkeypatch.setattr(module, "torch", PoisonedTorch())
+    poison_memory(monkeypatch, launch, launch_varlen)
     fp8_varlen._calls.clear()
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from poison import PoisonedTorch
+from poison import PoisonedTorch, poison_memory
 from rounding_bounds import check_lse, error_ratio
 from torch import Tensor
 
@@ -139,7 +139,7 @@ TRANSPOSES = [transpose_config(d) for d in (32, 48, 64, 80, 96, 128, 160, 176, 2
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "torch", PoisonedTorch())
+    poison_memory(monkeypatch, launch)
 
 
 def test_poison_is_nan() -> None:

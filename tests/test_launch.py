@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import copy
+import dataclasses
 import gc
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from host_memory import HostMemory
 from torch import Tensor
 
-from cute_attn import launch
+from cute_attn import api, launch, memory, problem
 from cute_attn.kernels.config import K_SCALE_PAD, QUANTIZE_ROWS_LIMIT, FwdConfig, QuantizeConfig
 from cute_attn.kernels.operands import Layout
 from cute_attn.quantize import (
@@ -25,6 +30,7 @@ from cute_attn.quantize import (
     mean_key,
     permute_v,
 )
+from cute_attn.remember import Remembered
 from cute_attn.tiles import forward_config, quantize_config, transpose_config
 
 SHAPE = (2, 130, 333, 4, 2, 64)  # batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim
@@ -49,6 +55,7 @@ class Compiled:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.looked_up = 0
+        self.memory: HostMemory
 
     def __call__(self, config: Any) -> Callable[..., None]:
         self.looked_up += 1
@@ -69,6 +76,7 @@ class Compiled:
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
     found = Compiled()
+    found.memory = HostMemory(monkeypatch)
     monkeypatch.setattr(launch, "compile_kernel", found)
     monkeypatch.setattr(launch, "_sms", lambda device: 132)
     yield found
@@ -218,7 +226,7 @@ def test_lse_that_nobody_asked_for_is_in_the_workspace(compiled: Compiled) -> No
 
 
 class CountAllocations:
-    """torch for launch.py, with the allocations counted."""
+    """torch for memory.py, with the allocations counted."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -236,13 +244,14 @@ def test_a_ready_call_allocates_output_and_workspace(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = CountAllocations()
-    monkeypatch.setattr(launch, "torch", counted)
+    monkeypatch.setattr(memory, "torch", counted)
     call, tensors = attention(PRESETS["accurate"]), inputs()
     looked_up = compiled.looked_up
-    for return_lse, count in ((False, 2), (True, 3)):
+    for return_lse, count in ((False, 1), (True, 2)):
         counted.sizes.clear()
+        compiled.memory.sizes.clear()
         call(*tensors, return_lse)
-        assert len(counted.sizes) == count
+        assert len(counted.sizes) == count and compiled.memory.sizes == [call._quantiser.bytes]
     assert compiled.looked_up == looked_up
 
 
@@ -255,13 +264,55 @@ def test_nothing_is_held_between_calls(compiled: Compiled, monkeypatch: pytest.M
             made.append(weakref.ref(x))
             return x
 
-    monkeypatch.setattr(launch, "torch", Watched())
+    monkeypatch.setattr(memory, "torch", Watched())
     call, tensors = attention(PRESETS["accurate"]), inputs()
     for _ in range(3):
         call(*tensors, True)
         compiled.calls.clear()
     gc.collect()
-    assert len(made) == 9 and all(x() is None for x in made)
+    assert len(made) == 6 and all(x() is None for x in made)
+    assert len(compiled.memory.sizes) == 3 and not compiled.memory.held
+
+
+def test_the_workspace_goes_back_behind_both_kernels(compiled: Compiled) -> None:
+    """It is there while they are called, and goes back, too, where one refuses its arguments."""
+    call, (q, k, v) = attention(PRESETS["accurate"]), inputs()
+    held: list[set[int]] = []
+    for part, name in ((call._quantiser, "_kernel"), (call._forward, "kernel")):
+        kernel = getattr(part, name)
+        setattr(
+            part, name, lambda *args, kernel=kernel: held.append({*compiled.memory.held}) or kernel(*args)
+        )
+    call(q, k, v, False)
+    base = compiled.calls[0][-5]
+    assert held == [{base}, {base}] and compiled.calls[1][1] == base and not compiled.memory.held
+    with pytest.raises(TypeError, match="k has dtype"):
+        call(q, k.half(), v, False)
+    assert len(held) == 3 and not compiled.memory.held
+
+
+def test_another_current_device_is_left_for_the_call(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = [3]
+    entered: list[torch.device] = []
+
+    class Guard:
+        def __init__(self, device: torch.device):
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+            self.before, current[0] = current[0], self.device.index
+
+        def __exit__(self, *error: object) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(launch, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    call, tensors = attention(PRESETS["accurate"]), inputs()
+    assert isinstance(call(*tensors, False), Tensor)
+    assert entered == [torch.device("cpu")] and current == [3] and len(compiled.calls) == 2
 
 
 @pytest.mark.parametrize("recipe", [PRESETS["accurate"], PER_HEAD], ids=["accurate", "per head"])
@@ -469,3 +520,90 @@ def test_static_scales_see_embedded_rows(compiled: Compiled, mode: str) -> None:
     keys = rotary.embed(k)
     rows = rotary.embed(q, 333 - 130) if mode == "q" else keys - mean_key(keys).unsqueeze(1)
     torch.testing.assert_close(amax, rows.abs().amax(dim=(1, 3)), rtol=1e-6, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Operands whose tensors nobody has asked for
+# ------------------------------------------------------------------------------------------------------------
+
+
+def operands(name: str = "accurate") -> QuantizedQKV:
+    q, k, v = inputs()
+    return launch.launch_quantize(q, k, v, PRESETS[name], quantiser_of(PRESETS[name]))
+
+
+PARTS = ("q", "k", "vt", "q_scale", "k_scale", "v_scale", "q_dot_mean")
+
+
+@pytest.mark.parametrize("part", [*PARTS, None])
+def test_tensors_are_made_once_when_one_is_asked_for(part: str | None, compiled: Compiled) -> None:
+    qkv = operands()
+    assert qkv.untouched is not None and (qkv.seqlen_k, qkv.dtype) == (333, BF16)
+    with pytest.raises(AttributeError, match="'QuantizedQKV' object has no attribute 'nothing'"):
+        qkv.nothing  # type: ignore[attr-defined]  # noqa: B018
+    assert qkv.untouched is not None
+    memory = qkv.untouched.memory
+    if part is not None:
+        assert getattr(qkv, part) is getattr(qkv, part)
+        assert qkv.untouched is None
+    found = [getattr(qkv, name) for name in PARTS]
+    storage = memory.untyped_storage().data_ptr()
+    assert all(x.untyped_storage().data_ptr() == storage for x in found)
+
+
+@pytest.mark.parametrize("how", ["copy", "deepcopy", "replace"])
+@pytest.mark.parametrize("name", ["accurate", "paper"])
+def test_copies_have_all_tensors(name: str, how: str, compiled: Compiled) -> None:
+    qkv = operands(name)
+    assert qkv.untouched is not None
+    qkv.untouched.memory.random_(0, 100)
+    made = {
+        "copy": copy.copy,
+        "deepcopy": copy.deepcopy,
+        "replace": dataclasses.replace,
+    }[how](qkv)
+    assert type(made) is QuantizedQKV and made.untouched is None
+    for part in PARTS:
+        x, y = getattr(made, part), getattr(qkv, part)
+        assert (x is None) == (y is None) == (part == "q_dot_mean" and name == "paper")
+        if x is not None:
+            assert x.shape == y.shape and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+            assert (x.data_ptr() == y.data_ptr()) == (how in ("copy", "replace"))
+    assert (made.seqlen_k, made.recipe, made.dtype) == (qkv.seqlen_k, qkv.recipe, qkv.dtype)
+
+
+def test_threads_that_ask_at_once_get_the_same_tensors(compiled: Compiled) -> None:
+    for _ in range(20):
+        qkv = operands()
+        barrier = threading.Barrier(4)
+
+        def ask(qkv: QuantizedQKV = qkv, barrier: threading.Barrier = barrier) -> list[int]:
+            barrier.wait()
+            return [id(getattr(qkv, part)) for part in PARTS]
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            first, *others = [x.result() for x in [pool.submit(ask) for _ in range(4)]]
+        assert all(x == first for x in others)
+
+
+def test_a_tensor_that_somebody_asked_for_is_read_where_it_is(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Untouched operands go by workspace and layout; from then on each part by its own address."""
+    for module in (api, problem):
+        monkeypatch.setattr(module, "device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(api, "_calls", Remembered())
+    qkv = api.quantize(*inputs(), backend="sm90")
+    assert qkv.untouched is not None
+    memory = qkv.untouched.memory
+    for _ in range(2):
+        api.fp8_attention_quantized(qkv, backend="sm90")
+        assert compiled.calls[-1][1] == memory.data_ptr() and qkv.untouched is not None
+    api.fp8_attention_quantized(qkv, softmax_scale=-1.0, backend="sm90")  # wants other codes
+    qkv.q.zero_()
+    for _ in range(2):
+        api.fp8_attention_quantized(qkv, backend="sm90")
+        assert compiled.calls[-1][1] == 0 and Layout(*compiled.calls[-1][4]).q == qkv.q.data_ptr()
+    changed = dataclasses.replace(qkv, q=qkv.q.clone())
+    api.fp8_attention_quantized(changed, backend="sm90")
+    assert Layout(*compiled.calls[-1][4]).q == changed.q.data_ptr() != qkv.q.data_ptr()

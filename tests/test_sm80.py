@@ -115,7 +115,11 @@ def test_what_a_call_launches(arch: str, monkeypatch: pytest.MonkeyPatch) -> Non
         calls.append((given[-1], options))
         return q, q
 
-    monkeypatch.setattr("cute_attn.launch.launch_forward16", launched)
+    def prepared(*given: Any, **options: Any) -> Any:
+        calls.append((given[2], options))
+        return lambda q, *others: (q, q)
+
+    monkeypatch.setattr("cute_attn.launch.Forward16", prepared)
     monkeypatch.setattr("cute_attn.launch.launch_forward16_varlen", launched)
     q, k, v = tensors()
     cute_attn.flash_attn_func(q, k, v, causal=True, softcap=3.0, backend="sm80")

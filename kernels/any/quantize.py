@@ -24,10 +24,10 @@ Two launches at most. `KeySums`, where K is smoothed and no mean is given, leave
 chunks of the sequence. The second grid has CTAs of `thread_count`, 1024 threads to an SM, each in a role:
 `Rows` for up to 512 rows of one head of Q or K, `Values` for 256 keys of one head of V. It may start before
 the sums are there: the roles of Q and K first fetch their rows, then wait for the sums and finish the mean,
-each CTA for itself.
+each CTA for itself. Where there is one chunk and all CTAs run at once, they sum, too, and the first launch is saved.
 
-The pieces: vectors.py, then the roles in rows.py and values.py, each to be read by itself; here are the grids and
-the sums.
+The pieces: vectors.py, then the roles in rows.py and values.py and the sums in key_sums.py, each to be read by itself;
+here are the grids.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from ..config import MEAN_LANES, MEAN_STRIDE, MEAN_UNROLL, QUANTIZE_SPAN, V_SCALE_GROUP, QuantizeConfig
-from .rotary import Rotary
+from ..config import QUANTIZE_SPAN, V_SCALE_GROUP, QuantizeConfig
+from .key_sums import KeySums
 from .rows import WIDTH, Rows
 from .values import Values
-from .vectors import IN_TYPES, address_in, address_of, padded_width, thread_count, vector, widen
+from .vectors import padded_width, thread_count
 
 HALVINGS = 2  # of QUANTIZE_SPAN at most, where there are few CTAs
-FULL = 3 * 132  # CTAs of Q and K, for each CTA that an SM takes, from which it is not halved: three rounds
+SMS = 132  # of the GPU, for the choices below
+FULL = 3 * SMS  # CTAs of Q and K, for each CTA that an SM takes, from which it is not halved: three rounds
+ALONE = SMS  # CTAs, likewise, up to which those of Q and K sum the keys themselves: one round
 THREADS_PER_SM = 1024  # that registers shall allow: 64 for each
 SMEM_CARVEOUT = 86  # per cent of the L1 cache and shared memory: room for all these CTAs
 
@@ -94,10 +96,6 @@ class Quantize:
         count: Int32,
         stream,
     ):
-        summing = chunk > 0
-        if const_expr(self.smooth):
-            if summing:  # else the mean is given, as one sum
-                self.key_sums.launch(k, sums, cos, sin, chunk, stream)
         heads = q.shape[2] + k.shape[2]
         spans = cute.ceil_div(max(q.shape[1], k.shape[1]), QUANTIZE_SPAN)
         halved = Int32(0)
@@ -105,6 +103,12 @@ class Quantize:
             if heads * q.shape[0] * spans << step < FULL * self.ctas_per_sm:
                 halved = Int32(step + 1)
         tasks = (heads << halved) + k.shape[2] * (QUANTIZE_SPAN // V_SCALE_GROUP)
+        summing = chunk > 0  # else the mean is given, as one sum
+        alone = summing and sums.shape[1] == 1 and tasks * q.shape[0] * spans <= ALONE * self.ctas_per_sm
+        behind = summing and not alone
+        if const_expr(self.smooth):
+            if behind:
+                self.key_sums.launch(k, sums, cos, sin, chunk, stream)
         self.kernel(
             q,
             k,
@@ -124,6 +128,7 @@ class Quantize:
             cos,
             sin,
             count,
+            chunk if alone else Int32(0),
             q.shape[2] // k.shape[2],
             halved,
         ).launch(
@@ -132,7 +137,7 @@ class Quantize:
             stream=stream,
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT,
-            use_pdl=summing if self.smooth else False,
+            use_pdl=behind if self.smooth else False,
         )
 
     @cute.kernel
@@ -156,6 +161,7 @@ class Quantize:
         m_cos: cute.Tensor,  # (seqlen_ro, rotary_dim / 2)
         m_sin: cute.Tensor,  # (seqlen_ro, rotary_dim / 2)
         count: Int32,
+        chunk: Int32,  # samples of the one chunk that every CTA sums by itself; 0: `m_sums` has or will have the sums
         group: Int32,  # query heads of a kv head
         halved: Int32,  # how often QUANTIZE_SPAN is halved
     ):
@@ -175,9 +181,7 @@ class Quantize:
         columns = smem.allocate_tensor(Float32, cute.make_layout(2 * self.q_rows.width), 16)
         warps = self.threads // 32
         scratch = smem.allocate_tensor(Float32, cute.make_layout((2, warps), stride=(warps, 1)), 16)
-        side = smem.allocate_tensor(
-            Float32, cute.make_layout((2, QUANTIZE_SPAN), stride=(QUANTIZE_SPAN, 1)), 16
-        )
+        side = smem.allocate_tensor(Float32, cute.make_layout(self.q_rows.side_floats), 16)
         if task < of_v:
             head = task % heads_k
             block = span * (QUANTIZE_SPAN // V_SCALE_GROUP) + task // heads_k
@@ -210,7 +214,9 @@ class Quantize:
                         m_cos,
                         m_sin,
                         m_k.shape[1] - m_q.shape[1],
+                        m_k[batch, None, head // group if self.smooth else 0, None],
                         count,
+                        chunk,
                         block,
                         rows,
                         stage,
@@ -234,7 +240,9 @@ class Quantize:
                         m_cos,
                         m_sin,
                         Int32(0),
+                        m_k[batch, None, head, None],
                         count,
+                        chunk,
                         block,
                         rows,
                         stage,
@@ -272,110 +280,3 @@ class TransposeV:
         batch = work // heads // blocks
         stage = SmemAllocator().allocate_tensor(Uint32, cute.make_layout(self.values.tile_words), 16)
         self.values.transpose(m_v[batch, None, head, None], m_vt[batch, head, None, None], block, stage)
-
-
-class KeySums:
-    """Sums of every MEAN_STRIDE-th key over chunks of the sequence, in the order of `quantize.mean_key`.
-
-    One CTA for a chunk of one head, 2 * head_dim threads: thread t takes the eight columns from
-    8 (t % (head_dim / 8)) of every MEAN_LANES-th sample, the first t // (head_dim / 8) of the chunk.
-    """
-
-    def __init__(self, cfg: QuantizeConfig):
-        self.d = cfg.head_dim
-        self.in_type = IN_TYPES[cfg.in_dtype]
-        self.rotary = Rotary(cfg)
-        self.threads = MEAN_LANES * self.d // 8
-
-    @cute.jit
-    def launch(
-        self, k: cute.Tensor, sums: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, chunk: Int32, stream
-    ):
-        self.kernel(k, sums, cos, sin, chunk).launch(
-            grid=[sums.shape[1] * k.shape[2] * k.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream
-        )
-
-    @cute.jit
-    def load(self, keys: cute.Tensor, key: Int32, column: Int32, words: cute.Tensor):
-        """Eight columns of a key into words (4,)."""
-        source = address_of(Uint32, address_in(keys, key, column), cute.AddressSpace.gmem)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
-
-    @cute.kernel
-    def kernel(
-        self,
-        m_k: cute.Tensor,  # (batch, seqlen_k, heads_k, head_dim)
-        m_sums: cute.Tensor,  # (batch, chunks, heads_k, head_dim)
-        m_cos: cute.Tensor,  # (seqlen_ro, rotary_dim / 2)
-        m_sin: cute.Tensor,
-        chunk: Int32,  # samples, a multiple of MEAN_LANES * MEAN_UNROLL
-    ):
-        # The quantising grid may come up at once: its roles of Q and K fetch their rows, then wait for the end of this
-        # grid (`Rows.prepare_columns`). What it writes has no reader or writer among grids before: this one began
-        # when those had ended.
-        cute.arch.griddepcontrol_launch_dependents()
-        tid, _, _ = cute.arch.thread_idx()
-        work, _, _ = cute.arch.block_idx()
-        heads, chunks = m_k.shape[2], m_sums.shape[1]
-        head = work % heads
-        index = work // heads % chunks
-        batch = work // heads // chunks
-        keys = m_k[batch, None, head, None]
-        self.sum_chunk(keys, m_sums, (batch, index, head), m_cos, m_sin, index, chunk, tid)
-
-    @cute.jit
-    def sum_chunk(
-        self,
-        keys: cute.Tensor,  # (seqlen_k, head_dim)
-        m_sums: cute.Tensor,  # (..., head_dim)
-        where,  # coordinates in m_sums, but the last
-        m_cos: cute.Tensor,
-        m_sin: cute.Tensor,
-        index: Int32,  # of the chunk
-        chunk: Int32,
-        tid: Int32,
-    ):
-        column = 8 * (tid % (self.d // 8))
-        lane = tid // (self.d // 8)
-        samples = cute.ceil_div(keys.shape[0], MEAN_STRIDE)
-        rows = SmemAllocator().allocate_tensor(
-            Float32, cute.make_layout((MEAN_LANES, self.d), stride=(self.d, 1)), 16
-        )
-        total = cute.make_rmem_tensor(8, Float32)
-        total.fill(0.0)
-        for step in cutlass.range(chunk // (MEAN_LANES * MEAN_UNROLL), unroll=1):
-            raw = cute.make_rmem_tensor((4, MEAN_UNROLL), Uint32)
-            other = cute.make_rmem_tensor((4, MEAN_UNROLL), Uint32)
-            for i in cutlass.range_constexpr(MEAN_UNROLL):
-                sample = index * chunk + (step * MEAN_UNROLL + i) * MEAN_LANES + lane
-                # Past the end the last sample is read, not taken: without a branch all loads are in flight.
-                key = min(sample, samples - 1) * MEAN_STRIDE
-                self.load(keys, key, column, raw[None, i])
-                if const_expr(self.rotary.half):
-                    self.load(keys, key, self.rotary.partner(m_cos.shape[1], column), other[None, i])
-            for i in cutlass.range_constexpr(MEAN_UNROLL):
-                sample = index * chunk + (step * MEAN_UNROLL + i) * MEAN_LANES + lane
-                taken = sample < samples
-                if const_expr(self.rotary.on):
-                    key = min(sample, samples - 1) * MEAN_STRIDE
-                    pairs = m_cos.shape[1]
-                    cos = self.rotary.angles(self.rotary.row_of(m_cos, key), pairs, column)
-                    sin = self.rotary.angles(self.rotary.row_of(m_sin, key), pairs, column)
-                    x = cute.make_rmem_tensor(8, Float32)
-                    self.rotary.embed(raw[None, i], other[None, i], cos, sin, pairs, column, x)
-                    for e in cutlass.range_constexpr(8):
-                        total[e] = total[e] + (x[e] if taken else Float32(0.0))
-                else:
-                    for w in cutlass.range_constexpr(4):
-                        low, high = widen(raw[w, i] if taken else Uint32(0), self.in_type)
-                        total[2 * w] = total[2 * w] + low
-                        total[2 * w + 1] = total[2 * w + 1] + high
-        for half in cutlass.range_constexpr(2):
-            part = cute.make_tensor(total.iterator + 4 * half, cute.make_layout(4))
-            cute.autovec_copy(part, vector(cute.domain_offset((column + 4 * half,), rows[lane, None]), 4))
-        cute.arch.sync_threads()  # all threads: the sums of all lanes are there
-        if tid < self.d:
-            value = rows[0, tid]
-            for i in cutlass.range_constexpr(1, MEAN_LANES):
-                value = value + rows[i, tid]
-            m_sums[(*where, tid)] = value

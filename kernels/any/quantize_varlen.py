@@ -38,7 +38,8 @@ from ..config import (
     V_SCALE_GROUP,
     QuantizeConfig,
 )
-from .quantize import FULL, SMEM_CARVEOUT, KeySums, Quantize
+from .key_sums import KeySums
+from .quantize import FULL, SMEM_CARVEOUT, Quantize
 
 MEAN_SHIFT = MEAN_SPAN.bit_length() - 1
 SPAN_SHIFT = QUANTIZE_SPAN.bit_length() - 1
@@ -160,9 +161,7 @@ class QuantizeVarlen(Quantize):
         columns = smem.allocate_tensor(Float32, cute.make_layout(2 * self.q_rows.width), 16)
         warps = self.threads // 32
         scratch = smem.allocate_tensor(Float32, cute.make_layout((2, warps), stride=(warps, 1)), 16)
-        side = smem.allocate_tensor(
-            Float32, cute.make_layout((2, QUANTIZE_SPAN), stride=(QUANTIZE_SPAN, 1)), 16
-        )
+        side = smem.allocate_tensor(Float32, cute.make_layout(self.q_rows.side_floats), 16)
         if task < of_v:
             head = task % heads_k
             slot = span * (QUANTIZE_SPAN // V_SCALE_GROUP) + task // heads_k
@@ -202,7 +201,9 @@ class QuantizeVarlen(Quantize):
                         None,
                         None,
                         Int32(0),
+                        None,
                         samples,
+                        Int32(0),
                         Int32(0),
                         self.whole_passes(self.q_rows, left, shift),
                         stage,
@@ -232,7 +233,9 @@ class QuantizeVarlen(Quantize):
                         None,
                         None,
                         Int32(0),
+                        None,
                         samples,
+                        Int32(0),
                         Int32(0),
                         self.whole_passes(self.k_rows, left, shift),
                         stage,

@@ -2,8 +2,9 @@
 
 32 neighbouring elements of a row a thread, in passes of 64 rows. Besides the issue of instructions, this role is bound
 by the pipe that shuffles and shared memory have in common, so a thread takes as many elements as 64 registers hold:
-butterflies of distance 1 to 16 stay inside a thread, the others are shuffles among the lanes of a row. Those are 2, 4
-or 8, for 64, 128 or 256 columns: the ones past head_dim hold zeros, which no step changes, and are not stored.
+butterflies of distance 1 to 16 stay inside a thread, for the others the lanes of a row exchange half of their elements.
+Those are 2, 4 or 8 lanes, for 64, 128 or 256 columns: the ones past head_dim hold zeros, which no step changes, and are
+not stored.
 Rows come through shared memory, two passes in flight without holding a register. What a CTA does once, some 450
 instructions a thread, is a sixth of its work at 256 rows.
 """
@@ -26,6 +27,7 @@ from ..config import (
     QuantizeConfig,
     rotation_block,
 )
+from .key_sums import KeySums
 from .rotary import Rotary
 from .vectors import (
     F8,
@@ -39,6 +41,7 @@ from .vectors import (
     magnitude,
     opaque,
     padded_width,
+    product,
     row_offset,
     scales_of,
     thread_count,
@@ -47,6 +50,7 @@ from .vectors import (
 )
 
 WIDTH = 32  # elements of a row that a thread takes: the more, the less shuffles
+SUMMED = 2  # keys of the mean that a thread has in flight; registers are scarce
 RING_BYTES = 128  # of a thread, for its rows in flight: two passes
 
 
@@ -65,9 +69,16 @@ class Rows:
         self.smooth = cfg.smooth
         self.varlen = cfg.varlen
         self.rotary = Rotary(cfg)
+        self.key_sums = KeySums(cfg)
+        # Scales and products of all rows, or before them the sums of `KeySums.sum_lanes`.
+        self.side_floats = max(
+            2 * QUANTIZE_SPAN, self.key_sums.lane_floats if cfg.smooth and not cfg.varlen else 0
+        )
         self.lanes = self.width // WIDTH  # of one row
         self.levels = self.lanes.bit_length() - 1
         self.block = rotation_block(self.d)
+        # Levels of the transform across lanes, see `rotate_row`.
+        self.exchanges = (self.block // WIDTH).bit_length() - 1 if cfg.rotate and self.block > WIDTH else 0
         self.threads = thread_count(cfg)
         self.pass_rows = self.threads // self.lanes
         self.slot_bytes = 64 * WIDTH  # of a warp and pass
@@ -95,7 +106,18 @@ class Rows:
                 copy_16_bytes_or_zeros(target + 512 * i, source, Int32(16) if column < self.d else Int32(0))
 
     @cute.jit
-    def prepare_columns(self, m_signs: cute.Tensor, m_sums: cute.Tensor, count: Int32, columns: cute.Tensor):
+    def prepare_columns(
+        self,
+        m_signs: cute.Tensor,
+        m_sums: cute.Tensor,
+        m_keys: cute.Tensor,  # (seqlen_k, head_dim)
+        m_cos: cute.Tensor,
+        m_sin: cute.Tensor,
+        count: Int32,
+        chunk: Int32,
+        columns: cute.Tensor,
+        lane_sums: cute.Tensor,  # shared memory for `KeySums.sum_lanes`
+    ):
         """Signs and mean of all columns into shared memory, (2 width,), as lanes read them. Past head_dim the mean is 0
         and any sign will do."""
         tid, _, _ = cute.arch.thread_idx()
@@ -111,23 +133,22 @@ class Rows:
                     bit = m_signs[column].bitcast(Uint32) & Uint32(1 << 31)
                     word = word | bit >> (16 * (1 - e % 2) + 8 * (e // 2))
                 columns[index] = word.bitcast(Float32)
+        if const_expr(self.smooth and not self.varlen):
+            if chunk > 0:
+                if tid < self.key_sums.threads:
+                    self.key_sums.sum_lanes(m_keys, lane_sums, m_cos, m_sin, Int32(0), chunk, tid, SUMMED)
+                cute.arch.sync_threads()  # all threads: the sums of all lanes are there
         if const_expr(self.smooth):
             if tid < self.width:
                 column = tid if const_expr(self.d == self.width) else min(tid, self.d - 1)
                 sign = m_signs[column] if const_expr(self.rotate) else Float32(1.0)
-                cute.arch.griddepcontrol_wait()  # the sums of KeySums, where it was launched before this grid
-                chunks = m_sums.shape[0]
-                # 32 bits hold the stride of what KeySums wrote; where it did not run, there is one chunk.
-                step = Uint32(m_sums.stride[0])
-                part = cute.make_rmem_tensor(MEAN_CHUNKS, Float32)
-                for i in cutlass.range_constexpr(MEAN_CHUNKS):  # all loads in flight together
-                    offset = Int64(Uint64(Uint32(min(i, chunks - 1))) * Uint64(step) * 4)
-                    address = address_in(m_sums, 0, column) + offset
-                    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
-                    part[i] = cute.make_tensor(pointer, cute.make_layout(1))[0]
-                total = part[0]
-                for i in cutlass.range_constexpr(1, MEAN_CHUNKS):
-                    total = total + part[i] if i < chunks else total
+                total = Float32(0.0)
+                if const_expr(self.varlen):
+                    total = self.sum_of_chunks(m_sums, column)
+                elif chunk > 0:
+                    total = self.key_sums.total(lane_sums, column)
+                else:
+                    total = self.sum_of_chunks(m_sums, column)
                 # A rotated row meets the mean after its signs. Of a query, the product with the mean is the
                 # same, term by term. Column WIDTH p + 4 j + i stands at 4 lanes j + 4 p + i of the second
                 # half: the lanes of a row read 16 bytes side by side.
@@ -138,6 +159,24 @@ class Rows:
                 if const_expr(self.d < self.width):
                     mean = mean if tid < self.d else Float32(0.0)
                 columns[self.width + at] = mean
+
+    @cute.jit
+    def sum_of_chunks(self, m_sums: cute.Tensor, column: Int32) -> Float32:
+        """Of a column, from what `KeySums` has left."""
+        cute.arch.griddepcontrol_wait()  # the sums of KeySums, where it was launched before this grid
+        chunks = m_sums.shape[0]
+        # 32 bits hold the stride of what KeySums wrote; where it did not run, there is one chunk.
+        step = Uint32(m_sums.stride[0])
+        part = cute.make_rmem_tensor(MEAN_CHUNKS, Float32)
+        for i in cutlass.range_constexpr(MEAN_CHUNKS):  # all loads in flight together
+            offset = Int64(Uint64(Uint32(min(i, chunks - 1))) * Uint64(step) * 4)
+            address = address_in(m_sums, 0, column) + offset
+            pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+            part[i] = cute.make_tensor(pointer, cute.make_layout(1))[0]
+        total = part[0]
+        for i in cutlass.range_constexpr(1, MEAN_CHUNKS):
+            total = total + part[i] if i < chunks else total
+        return total
 
     @cute.jit
     def own_mean(self, columns: cute.Tensor, eight: cutlass.Constexpr, place: Int32) -> cute.Tensor:
@@ -232,20 +271,49 @@ class Rows:
 
     @cute.jit
     def rotate_row(self, x: cute.Tensor, place: Int32):
-        """Unnormalised Walsh-Hadamard transform of each block of a row, over its lanes; x (WIDTH,), in place."""
+        """Unnormalised Walsh-Hadamard transform of each block of a row, over its lanes; x (WIDTH,), in place.
+
+        Distances 1 to 8 stay inside a thread. From distance 16 on, of the pairs a + b and a - b that a level makes, a
+        lane keeps the sums and gives its neighbour (of the next level) the differences, or the other way round: it so
+        has both ends of all pairs of the next level, for half the shuffles that it would take to see the other ends.
+        Which of the two it keeps is a sign in the FMA that makes it (the product is exact), and costs nothing.
+
+        A lane that should subtract its own elements from its neighbour's subtracts the others instead; signs so
+        reversed come back in `encode`, which also makes -0 of a difference 0. Afterwards the thread has 16 columns
+        twice, see `own_column`.
+        """
         inside = min(WIDTH, self.block)
+        inside = inside // 2 if const_expr(self.exchanges > 0) else inside
         for level in cutlass.range_constexpr(inside.bit_length() - 1):  # distances 1, 2, .. inside / 2
             for i in cutlass.range_constexpr(WIDTH):
                 if const_expr(i & (1 << level) == 0):
                     a, b = x[i], x[i + (1 << level)]
                     x[i] = a + b
                     x[i + (1 << level)] = a - b
-        across = self.block // inside  # lanes of a block
-        for level in cutlass.range_constexpr(across.bit_length() - 1):  # distances WIDTH, .. block / 2
+        half = WIDTH // 2
+        for level in cutlass.range_constexpr(self.exchanges):
             sign = Float32(1.0) if place & (1 << level) == 0 else Float32(-1.0)
-            for i in cutlass.range_constexpr(WIDTH):
-                other = cute.arch.shuffle_sync_bfly(x[i], offset=1 << level)
-                x[i] = x[i] * sign + other  # lower lane a + b, upper lane a - b; the product is exact
+            for i in cutlass.range_constexpr(half):
+                a, b = x[i], x[i + half]
+                x[i] = b * sign + a
+                x[i + half] = cute.arch.shuffle_sync_bfly(b * -sign + a, offset=1 << level)
+        if const_expr(self.exchanges > 0):
+            for i in cutlass.range_constexpr(half):
+                a, b = x[i], x[i + half]
+                x[i] = a + b
+                x[i + half] = a - b
+
+    @cute.jit
+    def signs_of(self, place: Int32):
+        """Factors +-1.0 of the two halves of x that undo what `rotate_row` reversed.
+
+        Exchange k leaves lanes with bit k - 1 of `place` set with reversed differences, which it is bit k that keeps.
+        """
+        mine = place & ((1 << self.exchanges) - 1)
+        both = mine & mine >> 1
+        low = (both ^ both >> 1) & 1
+        high = low ^ mine >> (self.exchanges - 1)
+        return (Float32(1.0) if low == 0 else Float32(-1.0)), (Float32(1.0) if high == 0 else Float32(-1.0))
 
     @cute.jit
     def largest(self, x: cute.Tensor) -> Float32:
@@ -264,19 +332,26 @@ class Rows:
         code = cute.make_rmem_tensor(WIDTH, self.code_type)
         words = cute.recast_tensor(code, Uint32)
         y = cute.make_rmem_tensor(WIDTH, Float32)
-        for i in cutlass.range_constexpr(WIDTH):
-            y[i] = x[i] * factor
+        if const_expr(self.exchanges > 0):
+            low, high = self.signs_of(place)
+            low, high = low * factor, high * factor
+            for i in cutlass.range_constexpr(WIDTH):
+                y[i] = product(x[i], low if const_expr(i < WIDTH // 2) else high)
+        else:
+            for i in cutlass.range_constexpr(WIDTH):
+                y[i] = product(x[i], factor) if const_expr(self.rotate) else x[i] * factor
         if const_expr(self.int8):
             for w in cutlass.range_constexpr(WIDTH // 4):
                 words[w] = int8_word(y[4 * w], y[4 * w + 1], y[4 * w + 2], y[4 * w + 3])
         else:
             code.store(y.load().to(F8))
-        # Two neighbours swap halves: of either store, 16 bytes a lane, they fill a sector of 32 bytes.
-        odd = place % 2 == 1
-        for w in cutlass.range_constexpr(4):
-            given = words[w] if odd else words[w + 4]
-            other = cute.arch.shuffle_sync_bfly(given, offset=1)
-            words[w], words[w + 4] = other if odd else words[w], words[w + 4] if odd else other
+        if const_expr(self.exchanges == 0):
+            # Two neighbours swap halves: of either store, 16 bytes a lane, they fill a sector of 32 bytes.
+            odd = place % 2 == 1
+            for w in cutlass.range_constexpr(4):
+                given = words[w] if odd else words[w + 4]
+                other = cute.arch.shuffle_sync_bfly(given, offset=1)
+                words[w], words[w + 4] = other if odd else words[w], words[w + 4] if odd else other
         return words
 
     @cute.jit
@@ -300,7 +375,9 @@ class Rows:
         m_cos: cute.Tensor,  # (seqlen_ro, rotary_dim / 2)
         m_sin: cute.Tensor,
         offset: Int32,  # position of the first row
-        count: Int32,
+        m_keys: cute.Tensor,  # (seqlen_k, head_dim): of the mean
+        count: Int32,  # of its samples, or 1 if it is given
+        chunk: Int32,  # samples that the CTA sums itself, or 0
         block: Int32,
         rows: Int32,  # of the CTA
         stage: cute.Tensor,
@@ -330,14 +407,17 @@ class Rows:
             if p < passes:
                 self.fetch(m_x, column, first + p * self.pass_rows, target + self.slot_bytes * p)
             cute.arch.cp_async_commit_group()
-        self.prepare_columns(m_signs, m_sums, count, columns)
+        self.prepare_columns(m_signs, m_sums, m_keys, m_cos, m_sin, count, chunk, columns, side)
         cute.arch.sync_threads()  # all threads: signs and mean are in shared memory
 
         place = tid % self.lanes
         local = tid // self.lanes  # row of the thread in the CTA
-        # Of the pair of lanes that `encode` lets swap, each stores 16 bytes of either's 32.
+        # The lanes that exchanged elements, in `rotate_row` or in `encode`, have 16 columns each, side by side, and as
+        # many `step` columns further on.
         pair = WIDTH // 16
-        own_column = WIDTH * (place // pair * pair) + 16 * (place % pair)  # and 32 further on
+        across = max(self.exchanges, 1)
+        step = 16 << across
+        own_column = 16 * (place & ((1 << across) - 1)) + (place >> across) * (2 * step)
         codes = address_in(m_codes, block * rows + local, own_column)
         codes_step = Int64(m_codes.stride[0]) * self.pass_rows
         flips = self.own_flips(columns, place)
@@ -377,7 +457,7 @@ class Rows:
                     else:
                         dot = self.dot(mine, columns, place)
                         if place == 0:
-                            side[1, local + g * self.pass_rows] = dot
+                            side[QUANTIZE_SPAN + local + g * self.pass_rows] = dot
                 if const_expr(self.rotate):
                     self.rotate_row(mine, place)
             if const_expr(self.mode != "static"):
@@ -392,29 +472,29 @@ class Rows:
             for g in cutlass.range_constexpr(self.group_passes):
                 row = local + g * self.pass_rows
                 if place == 0:
-                    side[0, row] = scale
+                    side[row] = scale
                 words = self.encode(x[None, g], factor, place)
                 if block * rows + row < seqlen:
                     for piece in cutlass.range_constexpr(pair):
                         part = cute.make_tensor(words.iterator + 4 * piece, cute.make_layout(4))
-                        address = codes + g * codes_step + 32 * piece
+                        address = codes + g * codes_step + step * piece
                         if const_expr(self.d == self.width):
                             self.store_words(part, address)
-                        elif own_column + 32 * piece < self.d:
+                        elif own_column + step * piece < self.d:
                             self.store_words(part, address)
             local += self.group_passes * self.pass_rows
             codes += self.group_passes * codes_step
         cute.arch.sync_threads()  # all threads: scales and products of all rows are in shared memory
-        step = K_SCALE_GROUP if self.keys else 1  # rows of a scale in storage
+        stored = K_SCALE_GROUP if self.keys else 1  # rows of a scale in storage
         if const_expr(self.rotary.on):
             scales, dots = m_scale[batch, head, None], m_dot[batch, head, None]
-        for i in cutlass.range_constexpr(max(1, QUANTIZE_SPAN // step // self.threads)):
+        for i in cutlass.range_constexpr(max(1, QUANTIZE_SPAN // stored // self.threads)):
             index = i * self.threads + tid
-            entry = block * rows // step + index
-            if index < rows // step and entry < scales.shape[0]:
-                scales[entry] = side[0, index * step]
+            entry = block * rows // stored + index
+            if index < rows // stored and entry < scales.shape[0]:
+                scales[entry] = side[index * stored]
                 if const_expr(self.smooth and not self.keys):
-                    dots[entry] = side[1, index]
+                    dots[entry] = side[QUANTIZE_SPAN + index]
 
     @cute.jit
     def dot(self, x: cute.Tensor, columns: cute.Tensor, place: Int32) -> Float32:

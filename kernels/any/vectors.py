@@ -51,6 +51,14 @@ def magnitude(a: Float32) -> Float32:
 
 
 @cute.jit
+def product(a: Float32, b: Float32) -> Float32:
+    """a * b, but 0 without a sign where a or b is 0."""
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, 0f00000000;", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+@cute.jit
 def quotient(a: cutlass.Constexpr, b: Float32) -> Float32:
     """a / b to nearest for a constant a from 1 to 448 and b from 2^-100, also infinite or NaN.
 
