@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .common import SMEM_LIMIT, dims_name
 
-E4M3_ARCHS = ("sm_89", "sm_90a")  # with conversions from and to e4m3
+E4M3_ARCHS = ("sm_89", "sm_90a", "sm_120")  # with conversions from and to e4m3
 _DECODE_EXTRAS = ("softcap", "alibi", "sinks", "batch_idx", "leftpad")
 DECODE_KEYS = (
     16  # keys of a warp's step: the depth of one m16n8k16 product P V, and what whole pages are made of
