@@ -639,9 +639,16 @@ def _chosen_sm80(
         options = dict.fromkeys(chosen, True) | ({} if mask == "full" else {mask: True})
         for unlike, group in itertools.product((False, True) if varlen else (False,), groups):
             config = plan_sm80.forward16_sm80_config(
-                head_dim, head_dim_v, dtype, arch=arch, **options, varlen=unlike
+                head_dim,
+                head_dim_v,
+                dtype,
+                arch=arch,
+                **options,
+                varlen=unlike,
+                group=group,
+                seqlen_q=1 if group > 1 else 1 << 20,
             )
-            configs[dataclasses.replace(config, pack_gqa=group)] = None
+            configs[config] = None
         if backward:
             options.pop("sinks", None)  # as in `_chosen16`
             for unlike in (False, True) if varlen else (False,):

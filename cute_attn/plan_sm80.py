@@ -35,9 +35,9 @@ class TileSm80:
     why: str
     small: bool | None = None  # only SMs with little shared memory (True), only others (False), or all
     causal: bool | None = None  # only with or without a causal mask; None: both
-    features: int = (
-        4  # only with at most so many of window, softcap, ALiBi and unlike lengths: each takes registers
-    )
+    # only with at most so many of window, softcap, ALiBi and unlike lengths, as each takes registers; ALiBi counts three
+    # times where heads share a tile, as each row of a thread has a slope of its own then
+    features: int = 6
     tile_m: int = 128
     tile_n: int = 64
     warps: int = 4
@@ -149,16 +149,12 @@ def forward16_sm80_choice(
         raise ValueError(f"arch must be one of {tuple(SM80_ARCHS)}, got {arch!r}")
     columns = -(-max(head_dim, head_dim_v) // 32) * 32
     small = SM80_ARCHS[arch].smem_bytes <= SMALL
-    features = sum((window, softcap, alibi, varlen))
-    tile = next(
-        t
-        for t in TILES_SM80
-        if columns <= t.columns
-        and features <= t.features
-        and t.small in (None, small)
-        and t.causal in (None, causal)
-    )
-    pack_gqa, why_pack = choose_pack_gqa(group, seqlen_q, tile.tile_m, varlen)
+    for tile in TILES_SM80:
+        pack_gqa, why_pack = choose_pack_gqa(group, seqlen_q, tile.tile_m, varlen)
+        features = window + softcap + varlen + alibi * (3 if pack_gqa > 1 else 1)
+        fits = columns <= tile.columns and features <= tile.features
+        if fits and tile.small in (None, small) and tile.causal in (None, causal):
+            break
 
     def config(kv_stages: int) -> Fwd16Sm80Config:
         return Fwd16Sm80Config(
