@@ -35,8 +35,8 @@ class TileSm80:
     why: str
     small: bool | None = None  # only SMs with little shared memory (True), only others (False), or all
     causal: bool | None = None  # only with or without a causal mask; None: both
-    # only with at most so many of window, softcap, ALiBi and unlike lengths, as each takes registers; ALiBi counts three
-    # times where heads share a tile, as each row of a thread has a slope of its own then
+    # only with at most so many of window, softcap, ALiBi and unlike lengths, as each takes registers; ALiBi counts
+    # three times where heads share a tile, as each row of a thread has a slope of its own then
     features: int = 6
     tile_m: int = 128
     tile_n: int = 64
