@@ -56,14 +56,25 @@ def test_every_head_dim_has_a_tile(arch: str) -> None:
 
 
 def test_tile_table() -> None:
-    def sizes(head_dim: int, arch: str, **more: bool) -> tuple[int, ...]:
+    def sizes(head_dim: int, arch: str, **more: Any) -> tuple[int, ...]:
         config = forward16_sm80_config(head_dim, head_dim, "bf16", arch=arch, **more)
         return config.tile_m, config.tile_n, config.warps, config.kv_stages, config.ctas
 
     assert sizes(64, "sm_80") == sizes(64, "sm_90a") == (128, 96, 4, 2, 2)
     assert sizes(64, "sm_86") == sizes(64, "sm_80", window=True, **EVERY) == (128, 64, 4, 2, 2)
     assert sizes(128, "sm_90a") == (128, 64, 4, 2, 2) and sizes(128, "sm_80") == (128, 64, 4, 1, 2)
+    # a last tile of 96 keys would be mostly empty
+    assert sizes(64, "sm_80", seqlen_q=1024) == (128, 64, 4, 2, 2)
+    assert (
+        sizes(64, "sm_80", seqlen_q=1025)
+        == sizes(64, "sm_80", seqlen_q=1024, causal=True)
+        == (128, 96, 4, 2, 2)
+    )
     assert sizes(128, "sm_90a", window=True, **EVERY) == (128, 32, 4, 2, 2)
+    assert sizes(128, "sm_80", causal=True, varlen=True) == (128, 32, 4, 2, 2)
+    packed = {"window": True, "alibi": True, "group": 4, "seqlen_q": 1}  # a slope for each row
+    assert sizes(128, "sm_80", **packed) == sizes(128, "sm_90a", **packed) == (128, 64, 8, 2, 1)
+    assert sizes(256, "sm_90a") == sizes(256, "sm_90a", window=True, **EVERY) == (64, 64, 4, 1, 2)
     assert sizes(128, "sm_89") == (128, 32, 4, 1, 2) and sizes(128, "sm_89", causal=True) == (64, 64, 4, 1, 2)
     assert sizes(256, "sm_80") == (128, 64, 8, 1, 1) and sizes(256, "sm_86") == (64, 64, 4, 1, 1)
 

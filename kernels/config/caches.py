@@ -133,7 +133,7 @@ class DecodeConfig:
         """Whether registers are short: then the assembler must not move loads up, for it spills what they displace."""
         extras = self.row_ends or any(getattr(self, name) for name in _DECODE_EXTRAS)
         uneven = 32 % self.k_chunks or 32 % self.v_chunks  # addresses that do not follow one from another
-        return self.q_in_smem and bool(extras or uneven)
+        return self.q_in_smem and bool(extras or uneven or (self.warps == 2 and self.paging != "none"))
 
     @property
     def smem_bytes(self) -> int:
