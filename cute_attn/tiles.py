@@ -77,12 +77,16 @@ class Tile:
 
 
 SHORT_KEYS: Final = 1024
-"""Keys of a causal sequence up to which a step of the 8-bit kernel takes fewer of them (perf/log.md, run 13)."""
+"""Keys of a sequence up to which some 8-bit kernels take other tiles (perf/log.md, runs 13 and 18)."""
 
 _SMALL_FULL: Final = (
     "up to head_dim 64 the chain of product, softmax and product is long beside the tensor core's work: "
     "a third consumer warpgroup fills the gaps, and 128 keys a step keep the scores within the 160 registers "
     "that three leave to a thread"
+)
+_SHORT_FULL: Final = (
+    f"up to {SHORT_KEYS} keys what a tile costs beside its keys counts, and so does what its last rows waste: 128 rows "
+    "divide more lengths than 192, and 256 keys a step halve the waits"
 )
 _SMALL_CAUSAL: Final = (
     "a block of rows also computes keys that its diagonal tiles hide: blocks of 192 rows waste more there "
@@ -106,6 +110,16 @@ _WHOLE: Final = "exp2 wants the maximum over the tile, so Q K^T comes in one pie
 _EX2: Final = ("ex2", "cast")
 
 TILES: Final = (
+    Tile(
+        head_dim=64,
+        head_dim_v=64,
+        causals=(False,),
+        p_roundings=("code",),
+        seqlen_k=SHORT_KEYS,
+        tile_n=256,
+        qk_splits=2,
+        why=f"{_SHORT_FULL}; {_HALVES}",
+    ),
     Tile(
         head_dim=64,
         head_dim_v=64,

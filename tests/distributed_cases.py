@@ -376,8 +376,10 @@ def check_fp8(recipe: str, world: int, **options: Any) -> None:
     assert error < 2.0**-11
     assert_close(out, of_one, 2.0**-5)
     assert_close(lse, sharding.shard(one_lse.detach().double(), rank, dim=2), 2.0**-9)
+    # Roundings of the parts, and what P = exp(S - lse) and D = rowsum(dO O) make of the other lse and out, whose P has
+    # been rounded otherwise (see above for how much).
     for leaf, of_one in zip(mine, leaves, strict=True):
-        assert_close(leaf.grad, sharding.shard(of_one.grad.double(), rank), 8 * 2.0**-10)  # type: ignore[union-attr, arg-type]
+        assert_close(leaf.grad, sharding.shard(of_one.grad.double(), rank), 12 * 2.0**-10)  # type: ignore[union-attr, arg-type]
 
 
 def case_int8_of_two() -> None:

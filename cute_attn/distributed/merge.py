@@ -21,8 +21,15 @@ class Merged:
     """
 
     def __init__(self, batch: int, rows: int, heads: int, head_dim_v: int, device: torch.device):
-        self.out = torch.zeros(batch, rows, heads, head_dim_v, dtype=torch.float32, device=device)
+        self._shape = batch, rows, heads, head_dim_v
+        self._out: Tensor | None = None  # until a part has come
         self.lse = torch.full((batch, heads, rows), -torch.inf, dtype=torch.float32, device=device)
+
+    @property
+    def out(self) -> Tensor:
+        if self._out is None:
+            self._out = torch.zeros(self._shape, dtype=torch.float32, device=self.lse.device)
+        return self._out
 
     def add(self, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
         """Merge a part.
@@ -32,6 +39,10 @@ class Merged:
             out: (batch, as many rows, heads_q, head_dim_v), any float dtype.
             lse: (batch, heads_q, as many rows) float32.
         """
+        if self._out is None and isinstance(rows, slice) and rows == slice(0, self._shape[1]):
+            # all rows, and nothing yet to weigh them against: a third of the traffic
+            self._out, self.lse = out.float(), lse.clone()
+            return
         before = self.lse[:, :, rows]
         total = torch.logaddexp(before, lse)
         share = torch.exp(lse - total).masked_fill(total == -torch.inf, 0.0)
@@ -46,5 +57,5 @@ class Merged:
         """One more logit, (heads_q,), in each row of a head, without a value."""
         total = torch.logaddexp(self.lse, sinks.float().unsqueeze(1))
         share = torch.exp(self.lse - total).masked_fill(total == -torch.inf, 0.0)
-        self.out *= share.transpose(1, 2).unsqueeze(3)
+        self.out.mul_(share.transpose(1, 2).unsqueeze(3))
         self.lse = total

@@ -38,10 +38,15 @@ _ALIGNMENT = 128  # bytes: of the parts of a message
 
 def forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring, problem: RingProblem, merged: Merged) -> None:
     """Attention of this rank's rows by `problem.recipe`; shapes as in `ring.attend`."""
-    operands = quantize_shard(q, k, v, ring, problem)
+    means = _means(k, ring, problem)
+    operands = _quantize_keys(k, v, means, ring, problem)
     own = _packed(operands, k, v, problem, ring.rank) if ring.size > 1 else k.new_empty(0, dtype=torch.uint8)
     sizes = [_layout(k, v, problem, rank)[1] for rank in range(ring.size)]
     for step, block in ring.blocks(own, sizes):
+        if step == 0:
+            # Now, as the first message is posted: its kernel gets its SMs between the short CTAs of the quantiser,
+            # before attention takes all SMs until it ends.
+            operands = _add_queries(q, operands, means, ring, problem)
         if block is None:
             continue
         owner = ring.owner(step)
@@ -76,22 +81,54 @@ def _attend_to(
 def quantize_shard(
     q: Tensor, k: Tensor, v: Tensor, ring: Ring, problem: RingProblem
 ) -> dict[int, QuantizedQKV]:
-    """8-bit operands of this rank's part of each sequence that it has rows or keys of."""
+    """8-bit operands of this rank's part of each sequence that it has rows or keys of; collective."""
+    means = _means(k, ring, problem)
+    return _add_queries(q, _quantize_keys(k, v, means, ring, problem), means, ring, problem)
+
+
+def _means(k: Tensor, ring: Ring, problem: RingProblem) -> dict[int, Tensor]:
     assert problem.recipe is not None
-    means = mean_keys(k, problem.k, ring) if problem.recipe.smooth_k else {}
+    return mean_keys(k, problem.k, ring) if problem.recipe.smooth_k else {}
+
+
+def _quantize_keys(
+    k: Tensor, v: Tensor, means: dict[int, Tensor], ring: Ring, problem: RingProblem
+) -> dict[int, QuantizedQKV]:
+    """Of each sequence that this rank has rows or keys of; without queries yet."""
     rows, keys = _counts(problem.q, ring.rank), _counts(problem.k, ring.rank)
-    first_row, first_key = _first_rows(problem.q, ring.rank), _first_rows(problem.k, ring.rank)
+    first = _first_rows(problem.k, ring.rank)
     found = {}
     for s in sorted(rows.keys() | keys.keys()):
-        parts = [
-            x[:, first.get(s, 0) : first.get(s, 0) + count.get(s, 0)]
-            for x, first, count in ((q, first_row, rows), (k, first_key, keys), (v, first_key, keys))
-        ]
-        # A rank may have rows of a sequence and none of its keys, or keys alone; the quantiser wants one of each.
-        q_s, k_s, v_s = (x if x.shape[1] else x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in parts)
-        whole = _quantize(q_s, k_s, v_s, problem, means.get(s))
-        found[s] = part_of(whole, 0, parts[0].shape[1], 0, parts[1].shape[1])
+        start, count = first.get(s, 0), keys.get(s, 0)
+        k_s, v_s = (_at_least_one(x[:, start : start + count]) for x in (k, v))
+        q_s = k.new_zeros(k.shape[0], 1, *k.shape[2:])
+        found[s] = part_of(_quantize(q_s, k_s, v_s, problem, means.get(s)), 0, 0, 0, count)
     return found
+
+
+def _add_queries(
+    q: Tensor,
+    operands: dict[int, QuantizedQKV],
+    means: dict[int, Tensor],
+    ring: Ring,
+    problem: RingProblem,
+) -> dict[int, QuantizedQKV]:
+    """The operands of `_quantize_keys` with this rank's queries."""
+    rows, first = _counts(problem.q, ring.rank), _first_rows(problem.q, ring.rank)
+    found = {}
+    for s, keys in operands.items():
+        start, count = first.get(s, 0), rows.get(s, 0)
+        q_s = _at_least_one(q[:, start : start + count])
+        heads_k, head_dim_v = keys.vt.shape[1:3]
+        k_s, v_s = (q.new_zeros(q.shape[0], 1, heads_k, dim) for dim in (q.shape[3], head_dim_v))
+        whole = part_of(_quantize(q_s, k_s, v_s, problem, means.get(s)), 0, count, 0, 0)
+        found[s] = replace(keys, q=whole.q, q_scale=whole.q_scale, q_dot_mean=whole.q_dot_mean)
+    return found
+
+
+def _at_least_one(x: Tensor) -> Tensor:
+    """A rank may have rows of a sequence and none of its keys, or keys alone; the quantiser wants one of each."""
+    return x if x.shape[1] else x.new_zeros(x.shape[0], 1, *x.shape[2:])
 
 
 def _quantize(q: Tensor, k: Tensor, v: Tensor, problem: RingProblem, k_mean: Tensor | None) -> QuantizedQKV:

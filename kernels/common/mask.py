@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..config import FwdConfig
+from .scores import rows
 
 ROW_STEP = 8  # a thread's second accumulator row lies this many rows of the tile below its first
 
@@ -47,6 +48,25 @@ def first_key(limits, r: cutlass.Constexpr, cfg: FwdConfig) -> Int32:
 def sees_keys(limits, r: cutlass.Constexpr, cfg: FwdConfig):
     """Whether row `r` (0 or 1) of this thread sees any key."""
     return first_hidden_key(limits, r, cfg) > first_key(limits, r, cfg)
+
+
+@cute.jit
+def clear_empty_rows(out: list, columns, limits, cfg: FwdConfig):
+    """Zero in the rows of O that see no key, whatever stands there: NaN, after a division by their empty sum.
+
+    out      accumulators of parts of O, `columns` of each part; behind them there may be others
+    limits   see `first_hidden_key`
+
+    A branch of the warp, as a selection for each element would cost all tiles as much as the division.
+    """
+    empty = (sees_keys(limits, 0, cfg) & sees_keys(limits, 1, cfg)) == False  # noqa: E712
+    if cute.arch.vote_any_sync(empty):
+        for r in cutlass.range_constexpr(2):
+            seen = sees_keys(limits, r, cfg)
+            for part in cutlass.range_constexpr(len(out)):
+                o = rows(out[part])
+                for i in cutlass.range_constexpr(columns[part] // 4):
+                    o[r, i] = o[r, i] if seen else Float32(0.0)
 
 
 @cute.jit

@@ -28,7 +28,7 @@ from cutlass import Float32, Int32, const_expr
 
 from ..config import Fwd16Config, Fwd16Sm80Config
 from .floats import product_rn
-from .mask import ROW_STEP, sees_keys
+from .mask import ROW_STEP, clear_empty_rows, sees_keys
 from .scores import rows, subtract_distance, tanh_of
 from .warp import quad_max, quad_sum, turns_if_any
 
@@ -188,4 +188,5 @@ class Softmax16bit:
                 log2_sum = -Float32.inf if empty else log2_sum
             lse[r] = log2_sum * Float32(math.log(2.0))
             for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
-                o[r, i] = Float32(0.0) if empty else o[r, i] * inverse
+                o[r, i] = o[r, i] * inverse
+        clear_empty_rows(out, (2 * cute.size(out[0]),), limits, self.cfg)

@@ -55,7 +55,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
-from ..common.mask import ROW_STEP, sees_keys
+from ..common.mask import ROW_STEP
 from ..common.scheduler import key_blocks, rounds_of, unit_coord, unit_in_round
 from ..common.varlen import (
     END,
@@ -87,8 +87,9 @@ class FwdSm90:
         self.policy = policy
         self.mainloop = mainloop
         self.out_type = ELEMENTS[cfg.out_dtype]
-        # the grid comes up under the end of the one before, the quantiser's
-        self.early = isinstance(cfg, FwdConfig)
+        # Places of tiles in shared memory. The producer writes that of a tile when the loads of the one before are issued,
+        # and consumers may still read the one `q_stages` + 1 before that, to store its O.
+        self.places = STAGES if cfg.varlen else 4
 
     # -- host -------------------------------------------------------------------------------------------------
 
@@ -159,7 +160,7 @@ class FwdSm90:
             bar_k: cute.struct.MemRange[cutlass.Int64, 2 * cfg.kv_stages]
             bar_v: cute.struct.MemRange[cutlass.Int64, 2 * cfg.kv_stages]
             bar_place: cute.struct.MemRange[cutlass.Int64, 2 * STAGES * cfg.varlen]
-            places: cute.struct.Align[cute.struct.MemRange[Int32, PLACE * STAGES * cfg.varlen], 16]
+            places: cute.struct.Align[cute.struct.MemRange[Int32, PLACE * self.places], 16]
             q: cute.struct.Align[cute.struct.MemRange[qk_type, cute.cosize(layout_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[qk_type, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[v_type, cute.cosize(layout_v)], 1024]
@@ -269,7 +270,6 @@ class FwdSm90:
         group = m_q.shape[3] // heads_k  # query heads, or packs of them, of a key head
         window = self.policy.window(side)
         order = (m_units, group, heads_k, m_k.shape[3], turn)
-        where = (order, seqlen_q, seqlen_k)  # what `place` finds tiles by
         rounds = Int32(0)
         if cutlass.const_expr(not cfg.varlen):
             rounds = rounds_of(cta // cfg.cluster, ctas // cfg.cluster, units, cfg)
@@ -286,13 +286,13 @@ class FwdSm90:
         if cutlass.const_expr(not cfg.o_direct):
             s_o = storage.o.get_tensor(layout_o.outer, swizzle=layout_o.inner)  # (tile_m, d_v)
         qk_bytes, v_bytes = self.policy.qk_type.width // 8, self.policy.v_type.width // 8
+        places = storage.places.get_tensor(cute.make_layout((PLACE, self.places)))
         pipes = (
             self.ring(storage.bar_q.data_ptr(), cfg.q_stages, tile_m * d * qk_bytes, shared=False),
             self.ring(storage.bar_k.data_ptr(), cfg.kv_stages, tile_n * d * qk_bytes, shared=True),
             self.ring(storage.bar_v.data_ptr(), cfg.kv_stages, tile_n * d_v * v_bytes, shared=True),
         )
         if cutlass.const_expr(cfg.varlen):
-            where = storage.places.get_tensor(cute.make_layout((PLACE, STAGES)))
             pipes = (*pipes, place_ring(storage.bar_place.data_ptr(), 4 * cfg.consumer_warpgroups))
         self.policy.prepare(s_v, tid)
         # all CTAs of the cluster: none signals or fills another's ring before its mbarriers are initialised
@@ -319,7 +319,8 @@ class FwdSm90:
                             rest, seq[2], seq[4], group, heads_k, lengths[5], cfg
                         )
                         at = (m_block, head, *seq)
-                        put_place(at, where, pipes[3], slot)
+                        put_place(at, places, pipes[3], slot)
+                        at = (*at, head // group)
                         slot.advance()
                         if unit != cta:
                             taken = take_unit(lengths[4])  # comes in under this tile's loads
@@ -332,10 +333,15 @@ class FwdSm90:
                     # also in a CTA without a tile: this grid may not end, and the counter be freed, before the reset
                     cute.arch.griddepcontrol_wait()
                     end = (Int32(END), *[Int32(0)] * 6)
-                    put_place(end, where, pipes[3], slot)
+                    put_place(end, places, pipes[3], slot)
                 else:
                     for r in cutlass.range(rounds, unroll=1):
-                        at = self.place(r, where)
+                        at = self.tile(r, order)
+                        if cute.arch.lane_idx() == 0:
+                            for i in cutlass.range_constexpr(4):
+                                places[i, r & (self.places - 1)] = at[i]
+                        cute.arch.sync_warp()  # before whichever lane announces Q of this tile
+                        at = (*at[:3], Int32(0), seqlen_q, Int32(0), seqlen_k, at[3])
                         state_q, state = self.load_tile(at, loads, pipes, (state_q, state), window)
                 # The producer may not leave before its last loads have been consumed, by the other CTA of its cluster,
                 # too, whose warps signal the mbarriers here.
@@ -360,7 +366,7 @@ class FwdSm90:
             self.mainloop.start()
             consume = lambda at, states: self.attend_tile(
                 at,
-                where,
+                (places, seqlen_q, seqlen_k, group),
                 frags,
                 pipes,
                 states,
@@ -368,12 +374,11 @@ class FwdSm90:
                 side,
                 softmax_scale_log2,
                 (s_o, atom_o, m_o, m_lse),
-                group,
             )
             if cutlass.const_expr(cfg.varlen):
                 slot = pl.make_pipeline_state(pl.PipelineUserType.Consumer, STAGES)
                 pipes[3].consumer_wait(slot)  # the producer has written the place of the first tile
-                while cute.arch.make_warp_uniform(where[0, slot.index]) != END:
+                while cute.arch.make_warp_uniform(places[0, slot.index]) != END:
                     states = consume(slot, states)
                     slot.advance()
                     pipes[3].consumer_wait(slot)  # likewise of the next tile
@@ -396,8 +401,7 @@ class FwdSm90:
         rows = lambda t: cute.group_modes(t, 0, cute.rank(t) - 1)
         whole, parts = cute.make_layout(1), cute.make_layout(cfg.cluster)
         rank = 0 if cutlass.const_expr(cfg.cluster == 1) else cute.arch.block_idx_in_cluster()
-        m_block, head, batch, row0, seqlen_q, key0, seqlen_k = at
-        head_k = head // (m_q.shape[3] // m_k.shape[2])
+        m_block, head, batch, row0, seqlen_q, key0, seqlen_k, head_k = at
         blocks, _, _, _, first = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
         if cutlass.const_expr(cfg.varlen):
             first_row = row0 + m_block * (tile_m // cfg.pack_gqa)
@@ -433,7 +437,7 @@ class FwdSm90:
 
     @cute.jit
     def attend_tile(
-        self, at, where, frags, pipes, states, window, side, softmax_scale_log2: Float32, output, group: Int32
+        self, at, where, frags, pipes, states, window, side, softmax_scale_log2: Float32, output
     ):
         """A consumer warpgroup's part of a tile. Returns the states of Q's and the other rings.
 
@@ -447,21 +451,25 @@ class FwdSm90:
         warpgroup = cute.arch.make_warp_uniform(tid // 128)
         s_o, atom_o, m_o, m_lse = output
         index = at.index if cutlass.const_expr(cfg.varlen) else at
-        m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k = self.place(index, where)
+        if cutlass.const_expr(not cfg.varlen):
+            pipes[0].consumer_wait(states[0])  # TMA has filled Q, and the producer written the place before
+        m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k, head_k = self.place(index, where)
         row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
         of_all = side
         side = self.side_of(of_all, batch, first_row, seqlen_q, first_key, seqlen_k)
         blocks = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
         inputs = self.policy.tile_inputs(
-            side, softmax_scale_log2, row0, head, head // group, batch, seqlen_q, seqlen_k
+            side, softmax_scale_log2, row0, head, head_k, batch, seqlen_q, seqlen_k
         )
         state = self.policy.new_state()
         out = self.policy.new_output(tid)
+        if cutlass.const_expr(cfg.varlen):
+            pipes[0].consumer_wait(states[0])  # TMA has filled Q
         states = self.mainloop.consume(frags, inputs, (state, limits), out, pipes, states, blocks)
-        # Computed, or read, again, from a number that the compiler cannot know to be `index`: at head_dim_v 256 there
+        # Read again, from a number that the compiler cannot know to be `index`: at head_dim_v 256 there
         # is no register to keep them in over the loop.
         again = cute.arch.shuffle_sync(index, 0)
-        m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k = self.place(again, where)
+        m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k, _ = self.place(again, where)
         row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
         side = self.side_of(of_all, batch, first_row, seqlen_q, first_key, seqlen_k)
         if cutlass.const_expr(cfg.varlen):
@@ -484,23 +492,28 @@ class FwdSm90:
 
     @cute.jit
     def place(self, at: Int32, where):
-        """(m_block, head, batch, first row in q, seqlen_q, first key in k, seqlen_k) of a tile.
+        """(m_block, head, batch, first row in q, seqlen_q, first key in k, seqlen_k, head of K) of a tile.
 
         at     round of this CTA, or with `varlen` a stage of the ring of places
-        where  (arguments of `unit_coord`, seqlen_q, seqlen_k), or that ring
+        where  (places, seqlen_q, seqlen_k, query heads or packs of a key head); places is that ring or, of which nobody
+               gives one back, those of the last `self.places` rounds
         """
+        places, seqlen_q, seqlen_k, group = where
+        # By the lane that gives back Q, or the place, so that no other's reads have to come before that.
+        words = cute.make_rmem_tensor(PLACE if self.cfg.varlen else 4, Int32)
+        words.fill(0)
+        if cute.arch.lane_idx() == 0:
+            if cutlass.const_expr(self.cfg.varlen):
+                cute.autovec_copy(places[None, at], words)
+            else:
+                source = (places.iterator + (at & (self.places - 1)) * PLACE).align(16)
+                cute.autovec_copy(cute.make_tensor(source, words.layout), words)
+        count = 7 if self.cfg.varlen else 4
+        found = [cute.arch.make_warp_uniform(cute.arch.shuffle_sync(words[i], 0)) for i in range(count)]
         if cutlass.const_expr(self.cfg.varlen):
-            # by the lane that gives the place back, so that no other's reads have to come before that
-            words = cute.make_rmem_tensor(PLACE, Int32)
-            words.fill(0)
-            if cute.arch.lane_idx() == 0:
-                cute.autovec_copy(where[None, at], words)
-            found = tuple(
-                [cute.arch.make_warp_uniform(cute.arch.shuffle_sync(words[i], 0)) for i in range(7)]
-            )
+            found = (*found, found[1] // group)
         else:
-            order, seqlen_q, seqlen_k = where
-            found = (*self.tile(at, order), Int32(0), seqlen_q, Int32(0), seqlen_k)
+            found = (*found[:3], Int32(0), seqlen_q, Int32(0), seqlen_k, found[3])
         return found
 
     def side_of(self, side, batch, first_row, seqlen_q, first_key, seqlen_k):
@@ -519,7 +532,7 @@ class FwdSm90:
 
     @cute.jit
     def tile(self, r: Int32, order):
-        """(m_block, head, batch) of this CTA's tile of round r.
+        """(m_block, head, batch, head of K) of this CTA's tile of round r.
 
         CTAs of a cluster change places from round to round: with a causal mask the first has less to do.
         """
@@ -528,7 +541,7 @@ class FwdSm90:
         ctas, _, _ = cute.arch.grid_dim()
         unit = unit_in_round(r, cta // size, ctas // size, self.cfg)
         m_unit, head, batch = unit_coord(unit, *order, self.cfg)
-        return m_unit * size + (cta + r) % size, head, batch
+        return m_unit * size + (cta + r) % size, head, batch, head // order[1]
 
     @cute.jit
     def rows_of(self, m_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window):
@@ -592,17 +605,16 @@ class FwdSm90:
         cfg, g = self.cfg, self.cfg.pack_gqa
         lse = cute.make_rmem_tensor(2, Float32)
         self.policy.finish(out, state, limits, softmax_scale_log2, side, row0, head, batch, lse)
-        if cute.arch.lane_idx() % 4 == 0:  # the four lanes of a row hold the same value
-            for r in cutlass.range_constexpr(2):
-                row = row0 + ROW_STEP * r
-                query, head_q = row // g, head * g + row % g
-                if query < rows:
-                    seen = sees_keys(limits, r, cfg)
-                    g_lse[query, head_q] = self.policy.final_lse(lse[r], seen, side, query, head_q, batch)
         if cutlass.const_expr(cfg.o_direct):
             self.store_rows(out, g_o, row0, rows)
         else:
             self.stage_and_store(out, s_o, atom_o, g_o, m_block, warpgroup, warp_idx, tid)
+        # after O, whose fence would wait for these stores
+        if cute.arch.lane_idx() % 4 == 0:  # the four lanes of a row hold the same value
+            for r in cutlass.range_constexpr(2):
+                row = row0 + ROW_STEP * r
+                if row // g < rows:
+                    g_lse[row // g, head * g + row % g] = lse[r]
 
     @cute.jit
     def store_rows(self, out, g_o: cute.Tensor, row0: Int32, rows: Int32):

@@ -145,11 +145,11 @@ class Mainloop:
 
     @cute.jit
     def begin(self, frags, pipes, states, key_blocks):
-        """Wait for Q of a work tile. Returns (fragments with this Q, K/V stage of the first block, that block + 1)."""
-        pipe_q, pipe_k, pipe_v = pipes[:3]
+        """Begin a work tile, whose Q is there. Returns (fragments with this Q, K/V stage of its first block, that block
+        + 1)."""
+        _, pipe_k, pipe_v = pipes[:3]
         state_q, stage = states
         blocks, passed = key_blocks[0], key_blocks[1]
-        pipe_q.consumer_wait(state_q)  # TMA has filled Q
         q_frag, k_frag, v_frags = frags
         if const_expr(self.cfg.cluster > 1 and self.cfg.causal):
             # Blocks of another tile of the unit: the TMA loads of both CTAs fill them here, too, and the producers of
@@ -177,21 +177,19 @@ class Mainloop8bit(Mainloop):
     """Consumer of 8-bit operands."""
 
     @cute.jit
-    def tile_scales(self, masking: cutlass.Constexpr, n: Int32, k_scales: cute.Tensor, v_scales: cute.Tensor):
-        """Scales of key tile n: ((tile_n / 64,) of K, one of V).
+    def load_scales(self, n: Int32, scales):
+        """Scales of key tile n: (tile_n / 64,) of K and (1,) of V; scales see `consume`.
 
-        One vector load; it may reach past the last group (the caller pads the row), and what it finds there must
-        not make NaN of a masked score.
+        One vector load of K's; it may reach past the last group (the caller pads the row).
         """
+        k_scales, v_scales = scales[3:5]
         groups = self.cfg.k_groups
-        k_scale = cute.make_rmem_tensor(groups, Float32)
+        k_scale, v_scale = cute.make_rmem_tensor(groups, Float32), cute.make_rmem_tensor(1, Float32)
         wide = 4 * (groups & -groups)  # bytes that every tile's first scale is aligned to
         source = (k_scales.iterator + n * groups).align(wide)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(groups)), k_scale)
-        if const_expr(masking):
-            for g in cutlass.range_constexpr(groups):
-                k_scale[g] = k_scale[g] if n * groups + g < k_scales.shape[0] else Float32(1.0)
-        return k_scale, v_scales[(n * self.cfg.tile_n) >> V_SCALE_SHIFT]
+        v_scale[0] = v_scales[(n * self.cfg.tile_n) >> V_SCALE_SHIFT]
+        return k_scale, v_scale
 
     @cute.jit
     def step(
@@ -214,9 +212,8 @@ class Mainloop8bit(Mainloop):
         cfg, policy = self.cfg, self.policy
         pipe_q, pipe_k, pipe_v = pipes[:3]
         q_frag, k_frag, v_frags = frags
-        q_scale, k_scales, v_scales = scales[:3]
+        q_scale, k_scale, v_scale = scales[:3]
         state, limits = softmax_state
-        k_scale, v_scale = self.tile_scales(masking, n, k_scales, v_scales)  # the loads land under Q K^T
         scores = policy.new_scores()
         pairs = policy.new_pairs()
         pipe_k.consumer_wait(stage)  # TMA has filled K of this tile
@@ -229,6 +226,9 @@ class Mainloop8bit(Mainloop):
                 if const_expr(self.q_early):
                     if n == 0:
                         pipe_q.consumer_release(state_q)  # likewise Q, under the rest of the last step
+                # A tile ahead: what a step reads for itself, the assembler waits for before it issues Q K^T. The last
+                # step reads the first tile's once more.
+                next_scales = self.load_scales(cutlass.max(n - 1, 0), scales)
             s = scores[part]
             policy.to_float(s)
             if const_expr(cfg.adjusts):
@@ -239,8 +239,11 @@ class Mainloop8bit(Mainloop):
             policy.softmax(part, s, pairs, state, q_scale, k_scale)
         policy.pack(scores[0], pairs, p)
         v_unit = state[3]
-        ratio = v_unit[0] * cute.arch.rcp_approx(v_scale)
-        v_unit[0] = v_scale
+        ratio = v_unit[0] * cute.arch.rcp_approx(v_scale[0])
+        v_unit[0] = v_scale[0]
+        v_scale[0] = next_scales[1][0]
+        for g in cutlass.range_constexpr(cfg.k_groups):
+            k_scale[g] = next_scales[0][g]
         pipe_v.consumer_wait(stage)  # TMA has filled V of this tile
         depth, pv_parts = policy.pv_depth, len(cfg.pv_parts)
         slots = policy.new_slots()
@@ -261,10 +264,10 @@ class Mainloop8bit(Mainloop):
     def consume(self, frags, scales, softmax_state, out, pipes, states, key_blocks):
         """All key tiles of one work tile, from the highest keys down.
 
-        frags (Q, K, V parts), scales (q_scale (2,), k_scale (groups,), v_scale (groups,), and what else
-        `Fp8Policy.tile_inputs` returns), softmax_state (the policy's state, limits of the mask), out: FP32
-        accumulators, updated in place. pipes are those of Q, K, V, states the consumer's of Q and of K and V,
-        key_blocks see scheduler.py. Returns the states.
+        frags (Q, K, V parts), scales (q_scale (2,), K's and V's scales of the key tile to come, (tile_n / 64,) and (1,),
+        those of all, and what else `Fp8Policy.tile_inputs` returns), softmax_state (the policy's state, limits of the
+        mask), out: FP32 accumulators, updated in place. pipes are those of Q, K, V, states the consumer's of Q and of K
+        and V, key_blocks see scheduler.py. Returns the states.
         """
         state_q, _ = states
         p = self.policy.new_p()
@@ -273,7 +276,13 @@ class Mainloop8bit(Mainloop):
         if const_expr(not self.cfg.window):
             plain_end = blocks
         state, _ = softmax_state
-        state[3][0] = scales[2][((blocks - 1) * self.cfg.tile_n) >> V_SCALE_SHIFT]
+        k_scale, v_scale, k_scales = scales[1:4]
+        found, first_v_scale = self.load_scales(blocks - 1, scales)
+        v_scale[0] = state[3][0] = first_v_scale[0]
+        for g in cutlass.range_constexpr(self.cfg.k_groups):
+            # past the last group: what is found there must not make NaN of a masked score
+            seen = (blocks - 1) * self.cfg.k_groups + g < k_scales.shape[0]
+            k_scale[g] = found[g] if seen else Float32(1.0)
         for j in cutlass.range(masked, unroll=1):
             stage = self.step(
                 True, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, state_q, stage

@@ -136,7 +136,3 @@ class Policy16bit(Softmax16bit):
             for r in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
                     o[r, i] = o[r, i] * factors[r]
-
-    def final_lse(self, lse: Float32, seen, side, query: Int32, head_q: Int32, batch: Int32) -> Float32:
-        """lse as it is."""
-        return lse

@@ -28,7 +28,7 @@ from cutlass import Float32, Int8, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wg
 
-from ..common.mask import ROW_STEP, first_hidden_key, first_key
+from ..common.mask import ROW_STEP, clear_empty_rows, first_hidden_key, first_key
 from ..common.scores import rows
 from ..config import CODE_BIAS, CODE_LSE_BIAS, CODE_UNIT, SUM_ROWS, FwdConfig
 from .operands import opaque_zero, row_major_atom
@@ -136,7 +136,9 @@ class Fp8Policy(Fp8Softmax):
             else:
                 scale = m_q_scale[query, head * g + row % g, batch] * softmax_scale_log2
                 q_scale[i] = scale * Float32(self.score_unit)
-        inputs = (q_scale, m_k_scale[None, head_k, batch], m_v_scale[None, head_k, batch])
+        # of the key tile to come, see `Mainloop8bit.load_scales`
+        k_scale, v_scale = cute.make_rmem_tensor(cfg.k_groups, Float32), cute.make_rmem_tensor(1, Float32)
+        inputs = (q_scale, k_scale, v_scale, m_k_scale[None, head_k, batch], m_v_scale[None, head_k, batch])
         if const_expr(cfg.softcap):
             constant = cute.make_rmem_tensor(2, Float32)
             for i in cutlass.range_constexpr(2):
@@ -311,13 +313,18 @@ class Fp8Policy(Fp8Softmax):
         batch: Int32,
         lse: cute.Tensor,
     ):
-        """Divide by the row sum, apply the last V scale; lse (2,) in natural log, without the share of the mean key.
+        """Divide by the row sum, apply the last V scale; lse (2,) in natural log, with the share of the mean key, which
+        may be NaN.
 
         A row without keys gives 0, and -inf or its sink. One with keys whose sum is 0 has left float32's range: NaN,
         not 0.
         """
         reference, _, _, v_scale = state
         last = rows(out[len(out) - 1])
+        share = cute.make_rmem_tensor(2, Float32)  # the loads for both rows first: they take longer than all the rest
+        if const_expr(not self.cfg.softcap):  # else scores have it
+            for r in cutlass.range_constexpr(2):
+                share[r] = side[4] * self.of_mean(side, row0 + ROW_STEP * r, head, batch)
         for r in cutlass.range_constexpr(2):
             total = last[r, self.sum_column]  # held by lanes with lane % 4 == 0
             total = cute.arch.shuffle_sync(total, offset=cute.arch.lane_idx() // 4 * 4)
@@ -330,7 +337,7 @@ class Fp8Policy(Fp8Softmax):
                 total = Float32.nan if total == Float32(0.0) else total
                 total = Float32(0.0) if empty else total
                 ref = -Float32.inf if empty else ref - Float32(self.lift)
-                sink = self.sink(side, row0 + ROW_STEP * r, head, batch, empty)
+                sink = self.sink(side, row0 + ROW_STEP * r, head, empty, share[r])
                 top = cute.arch.fmax(ref, sink, nan=True)
                 top = Float32(0.0) if top == -Float32.inf else top  # a sink of -inf takes no share
                 factor = cute.math.exp2(ref - top, fastmath=True)
@@ -343,29 +350,22 @@ class Fp8Policy(Fp8Softmax):
                 value = log2_sum * Float32(math.log(2.0)) - Float32(self.lse_bias)
                 value = Float32.nan if total == Float32(0.0) else value
                 lse[r] = -Float32.inf if empty else value
+            if const_expr(not self.cfg.softcap):
+                lse[r] = lse[r] if empty else lse[r] + share[r]
             for part in cutlass.range_constexpr(len(out)):
                 o = rows(out[part])
                 for i in cutlass.range_constexpr(self.cfg.pv_parts[part] // 4):
-                    o[r, i] = Float32(0.0) if empty else o[r, i] * inverse
+                    o[r, i] = o[r, i] * inverse
+        clear_empty_rows(out, self.cfg.pv_parts, limits, self.cfg)
 
     @cute.jit
-    def sink(self, side, row: Int32, head: Int32, batch: Int32, empty) -> Float32:
+    def sink(self, side, row: Int32, head: Int32, empty, share: Float32) -> Float32:
         """The sink of a row as a reference, in octaves: of the sums of rounded P, and beside scores as they are here.
 
-        That of a row without keys is the sink itself, but for what `finish` takes off.
+        share is that of the mean key. That of a row without keys is the sink itself, but for what `finish` takes off.
         """
-        softmax_scale, sinks, g = side[4], side[6], self.cfg.pack_gqa
+        sinks, g = side[6], self.cfg.pack_gqa
         sink = sinks[head * g + row % g] + Float32(self.lse_bias)
-        if const_expr(not self.cfg.softcap):  # scores lack the share of the mean key
-            share = softmax_scale * self.of_mean(side, row, head, batch)
+        if const_expr(not self.cfg.softcap):  # scores lack it
             sink = sink if empty else sink - share
         return sink * Float32(LOG2_E)
-
-    @cute.jit
-    def final_lse(self, lse: Float32, seen, side, query: Int32, head_q: Int32, batch: Int32) -> Float32:
-        """lse with K smoothing's share, which may be NaN; that of a row without keys stays as it is."""
-        m_lse_add, softmax_scale = side[3], side[4]
-        shifted = lse
-        if const_expr(not self.cfg.softcap):  # else scores have it
-            shifted = lse + softmax_scale * m_lse_add[query, head_q, batch]
-        return shifted if seen else lse

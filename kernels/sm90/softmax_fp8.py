@@ -122,7 +122,7 @@ class Fp8Softmax:
                 factor = q_scale[r] * k_scale[part * groups + g]
                 for i in cutlass.range_constexpr(g * per_group, (g + 1) * per_group):
                     if const_expr(self.cfg.softcap):
-                        s[r, i] = product_rn(inputs[3], tanh_of(s[r, i] * factor + inputs[4][r]))
+                        s[r, i] = product_rn(inputs[5], tanh_of(s[r, i] * factor + inputs[6][r]))
                     else:
                         s[r, i] = s[r, i] * factor
         if const_expr(self.cfg.alibi):
