@@ -160,7 +160,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
             from cute_attn.kernels.sm80.fwd import Fwd16bitSm80, Fwd16bitVarlenSm80
 
             entry, arch = Fwd16bitVarlenSm80(config) if config.varlen else Fwd16bitSm80(config), config.arch
-            args += [*scores, *[cutlass.Int32(1)] * 2]
+            args += [*scores, *[cutlass.Int32(1)] * (2 if config.varlen else 1)]
     elif isinstance(config, Bwd16Config | Bwd16Sm80Config):
         element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
         if isinstance(config, Bwd16Config):

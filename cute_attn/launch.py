@@ -569,7 +569,7 @@ def launch_forward16(
         window: keys before and behind a query's own position, -1 for all; read where `config` has it.
         alibi_slopes: (batch, heads_q) float32, any strides, where `config` has it.
         sinks: (heads_q,) float32, likewise.
-        sms: SMs that persistent kernels fill with CTAs; default those of the device.
+        sms: CTAs at most of the Hopper kernel; default the SMs of the device.
 
     Returns:
         (out, lse): (batch, seqlen_q, heads_q, head_dim_v) of q's dtype, (batch, heads_q, seqlen_q) float32.
@@ -580,12 +580,12 @@ def launch_forward16(
     q, *factors = _factors16(q, softmax_scale, softcap)
     out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=device)
     lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
-    sms = _sms(device) if sms is None else sms
-    if isinstance(config, Fwd16Config) or config.persistent:
-        ctas = sms if isinstance(config, Fwd16Config) else sms * config.ctas
-        turn = heads_in_turn(config, batch, heads_q, heads_k, seqlen_q, seqlen_k, ctas)
+    order: tuple[int, ...]
+    if isinstance(config, Fwd16Config):
+        sms = _sms(device) if sms is None else sms
+        order = (sms, heads_in_turn(config, batch, heads_q, heads_k, seqlen_q, seqlen_k, sms))
     else:
-        turn = _heads_together(config, batch * heads_k, seqlen_k)
+        order = (_heads_together(config, batch * heads_k, seqlen_k),)
     compile_kernel(config)(
         q,
         k,
@@ -596,8 +596,7 @@ def launch_forward16(
         _zero(device).expand(heads_q) if sinks is None else sinks,
         *factors,
         *_window_ends(window, seqlen_q, seqlen_k),
-        sms,
-        turn,
+        *order,
     )
     return out, lse
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from cute_attn.kernels.config import Fwd16Config, Fwd16Sm80Config, FwdConfig
+from cute_attn.kernels.config import Fwd16Config, FwdConfig
 
 TURNS: Final = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 """Few heads at a time: several CTAs then read the same K and V, from L2."""
@@ -24,7 +24,7 @@ ROUNDS: Final = 64  # that are tried at most: what later ones may lose is little
 
 @functools.lru_cache(maxsize=4096)
 def heads_in_turn(
-    config: FwdConfig | Fwd16Config | Fwd16Sm80Config,
+    config: FwdConfig | Fwd16Config,
     batch: int,
     heads_q: int,
     heads_k: int,
@@ -37,7 +37,7 @@ def heads_in_turn(
     Args:
         config: of the kernel.
         batch, heads_q, heads_k, seqlen_q, seqlen_k: of the problem, none of them 0.
-        sms: SMs of the GPU, or all CTAs that there are at a time where an SM has several.
+        sms: SMs of the GPU.
     """
     if not config.causal:
         return 1

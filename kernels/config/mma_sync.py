@@ -39,7 +39,6 @@ class Fwd16Sm80Config:
         0  # of `k_steps`, the first whose fragments of Q stay in registers: others are read in every step
     )
     ctas: int = 2  # of an SM at least: bounds the registers
-    persistent: bool = False  # CTAs take tile after tile, and load the next Q and K under the end of one
     arch: str = "sm_90a"
 
     cluster = 1  # for the order of work, which it shares with the Hopper kernel
@@ -71,8 +70,7 @@ class Fwd16Sm80Config:
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA: Q, where O is staged too, and the stages of K and V."""
         qk, v = padded_columns(self.head_dim), padded_columns(self.head_dim_v)
-        rows = (2 if self.persistent else 1) * self.tile_m
-        return 2 * (rows * max(qk, v) + self.kv_stages * self.tile_n * (qk + v))
+        return 2 * (self.tile_m * max(qk, v) + self.kv_stages * self.tile_n * (qk + v))
 
     @property
     def fits(self) -> bool:
@@ -84,7 +82,7 @@ class Fwd16Sm80Config:
     @property
     def name(self) -> str:
         tiles = f"m{self.tile_m}n{self.tile_n}k{self.kv_stages}w{self.warps}"
-        tiles += (f"q{self.q_in_regs}" if self.q_in_regs else "") + "p" * self.persistent + f"_c{self.ctas}"
+        tiles += (f"q{self.q_in_regs}" if self.q_in_regs else "") + f"_c{self.ctas}"
         tiles += "" if self.pack_gqa == 1 else f"_g{self.pack_gqa}"
         dims = dims_name(self.head_dim, self.head_dim_v)
         return f"fwd_{target_name(self.arch)}_{self.dtype}_{dims}_{self.features}_{tiles}"
@@ -110,8 +108,6 @@ class Fwd16Sm80Config:
             raise ValueError(f"tile_n must be a multiple of {pass_rows} up to 128, got {self.tile_n}")
         if self.kv_stages not in (1, 2):
             raise ValueError(f"kv_stages must be 1 or 2, got {self.kv_stages}")
-        if self.persistent and (self.kv_stages != 1 or self.varlen):
-            raise ValueError("persistent must be False with kv_stages 2 or varlen")
         if not 0 <= self.q_in_regs <= self.k_steps:
             raise ValueError(f"q_in_regs must be from 0 to {self.k_steps}, got {self.q_in_regs}")
         if self.pack_gqa < 1 or 64 % self.pack_gqa:

@@ -54,12 +54,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ..common.floats import bf16_pair, fp16_pair
 from ..common.mask import ROW_STEP, mask_scores
-from ..common.scheduler import key_blocks, rounds_of, unit_coord, unit_in_round
+from ..common.scheduler import key_blocks, unit_coord
 from ..common.scores import rows
 from ..common.softmax_16bit import Softmax16bit
 from ..common.varlen import find_sequence, one_batch, unit_of_sequence
@@ -108,8 +108,7 @@ class Fwd16bitSm80:
         self.k = Tile(cfg.tile_n, cfg.head_dim, cfg.threads)
         self.v = Tile(cfg.tile_n, cfg.head_dim_v, cfg.threads)
         self.o = Tile(cfg.tile_m, cfg.head_dim_v, cfg.threads)
-        self.q_bytes = max(self.q.bytes, self.o.bytes)
-        self.k_base = (2 if cfg.persistent else 1) * self.q_bytes  # shared offsets
+        self.k_base = max(self.q.bytes, self.o.bytes)  # shared offsets
         self.v_base = self.k_base + cfg.kv_stages * self.k.bytes
 
     @cute.jit
@@ -126,7 +125,6 @@ class Fwd16bitSm80:
         softcap_factor: Float32,
         window_left: Int32,
         window_right: Int32,
-        sms: Int32,  # SMs that persistent CTAs fill
         turn: Int32,  # key heads whose tiles are mixed in the order of work, see common/scheduler.py
         stream,
     ):
@@ -134,8 +132,6 @@ class Fwd16bitSm80:
         side = (slopes, sinks, softcap_factor, window_left, window_right)
         m_blocks = cute.ceil_div(q.shape[1] * cfg.pack_gqa, cfg.tile_m)
         ctas = m_blocks * (q.shape[2] // cfg.pack_gqa) * q.shape[0]
-        if const_expr(cfg.persistent):
-            ctas = cutlass.min(ctas, sms * cfg.ctas)
         self.launch(q, k, v, o, lse, side, softmax_scale_log2, m_blocks, turn, (), ctas, stream)
 
     @cute.jit
@@ -180,8 +176,6 @@ class Fwd16bitSm80:
         if const_expr(cfg.varlen):
             if self.place(cta, where)[0] >= 0:
                 self.attend(tensors, side, softmax_scale_log2, group, where, base)
-        elif const_expr(cfg.persistent):
-            self.attend_all(tensors, side, softmax_scale_log2, group, where, base)
         else:
             self.attend(tensors, side, softmax_scale_log2, group, where, base)
 
@@ -204,7 +198,7 @@ class Fwd16bitSm80:
             place = (m_block, head, zero, *seq)
             place = tuple([cute.arch.make_warp_uniform(x) for x in place])
         else:
-            m_block, head, batch = unit_coord(cta, *order, self.cfg, to_and_fro=self.cfg.persistent)
+            m_block, head, batch = unit_coord(cta, *order, self.cfg, to_and_fro=False)
             place = (m_block, head, batch, batch, zero, seqlen_q, zero, seqlen_k)
         return place
 
@@ -242,102 +236,6 @@ class Fwd16bitSm80:
             )
         cute.arch.cp_async_commit_group()
 
-        place = (m_block, head, batch, sequence, first_row, seqlen_q, first_key, seqlen_k)
-        work = self.new_work(place, side, softmax_scale_log2, group, base, base, warp, lane)
-
-        stage = Int32(0)
-        for j in cutlass.range(masked, unroll=1):
-            k_from, v_from, stage = self.step(
-                True, blocks - 1 - j, first, work, copies, k_from, v_from, stage, tid
-            )
-        for j in cutlass.range(masked, plain_end, unroll=1):
-            k_from, v_from, stage = self.step(
-                False, blocks - 1 - j, first, work, copies, k_from, v_from, stage, tid
-            )
-        if const_expr(cfg.window):
-            for j in cutlass.range(plain_end, steps, unroll=1):
-                k_from, v_from, stage = self.step(
-                    True, blocks - 1 - j, first, work, copies, k_from, v_from, stage, tid
-                )
-        # Computed again, from a number that the compiler cannot know to be `cta`: there are no registers to keep it in
-        # over the loop.
-        place = self.place(cute.arch.shuffle_sync(cta, 0), where)
-        self.finish(work, side, softmax_scale_log2, m_o, m_lse, place, base, warp, lane)
-
-    @cute.jit
-    def attend_all(self, tensors, side, softmax_scale_log2: Float32, group: Int32, where, base: Int32):
-        """This CTA's tiles, one after the other, see `persistent`; otherwise as `attend`."""
-        cfg = self.cfg
-        m_q, m_k, m_v, m_o, m_lse = tensors
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        tid, _, _ = cute.arch.thread_idx()
-        lane = tid % 32
-        warp = cute.arch.make_warp_uniform(tid // 32)
-        m_blocks, _, heads_k, batches, _ = where[0]
-        rounds = rounds_of(cta, ctas, m_blocks * group * heads_k * batches, cfg)
-        window = self.softmax.window(side)
-        copies = Copies(
-            self.k.target(base + self.k_base, tid),
-            self.v.target(base + self.v_base, tid),
-            self.k.source_offset(m_k.stride[1], tid),
-            self.v.source_offset(m_v.stride[1], tid),
-            m_k.stride[1] * (2 * self.k.pass_rows),
-            m_v.stride[1] * (2 * self.v.pass_rows),
-        )
-        m_block, head, batch, _, _, seqlen_q, _, seqlen_k = self.place(cta, where)
-        self.load_q(m_q, m_block, head, batch, Int32(0), seqlen_q, base, tid)
-        n = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)[0] - 1
-        k_from = global_address(m_k, batch, (n + 1) * cfg.tile_n - self.k.pass_rows, head // group)
-        self.copy_checked(self.k, copies.k_to, k_from, copies.k_own, copies.k_step, n, seqlen_k, tid)
-        cute.arch.cp_async_commit_group()
-        for r in cutlass.range(rounds, unroll=1):
-            following = Int32(-1)
-            if r + 1 < rounds:
-                following = unit_in_round(r + 1, cta, ctas, cfg)
-            here = base + r % 2 * self.q_bytes
-            ahead = (following, where, m_q, m_k, group, window, base + (r + 1) % 2 * self.q_bytes)
-            place = self.place(unit_in_round(r, cta, ctas, cfg), where)
-            m_block, head, batch, _, _, seqlen_q, _, seqlen_k = place
-            blocks, _, masked, plain_end, first = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
-            end = blocks * cfg.tile_n
-            k_from = global_address(m_k, batch, end - cfg.tile_n - self.k.pass_rows, head // group)
-            v_from = global_address(m_v, batch, end - self.v.pass_rows, head // group)
-            work = self.new_work(place, side, softmax_scale_log2, group, base, here, warp, lane)
-            stage = Int32(0)
-            for j in cutlass.range(masked, unroll=1):
-                k_from, v_from, stage = self.step(
-                    True, blocks - 1 - j, first, work, copies, k_from, v_from, stage, tid, ahead
-                )
-            for j in cutlass.range(masked, plain_end, unroll=1):
-                k_from, v_from, stage = self.step(
-                    False, blocks - 1 - j, first, work, copies, k_from, v_from, stage, tid, ahead
-                )
-            if const_expr(cfg.window):
-                for j in cutlass.range(plain_end, blocks - first, unroll=1):
-                    k_from, v_from, stage = self.step(
-                        True, blocks - 1 - j, first, work, copies, k_from, v_from, stage, tid, ahead
-                    )
-            # as in `attend`
-            place = self.place(unit_in_round(cute.arch.shuffle_sync(r, 0), cta, ctas, cfg), where)
-            self.finish(work, side, softmax_scale_log2, m_o, m_lse, place, here, warp, lane)
-
-    @cute.jit
-    def new_work(
-        self,
-        place,
-        side,
-        softmax_scale_log2: Float32,
-        group: Int32,
-        base: Int32,
-        q_base: Int32,
-        warp: Int32,
-        lane: Int32,
-    ):
-        """`Work` of a tile, see `place`, whose Q lies at the shared address q_base."""
-        cfg = self.cfg
-        m_block, head, _, sequence, _, seqlen_q, _, seqlen_k = place
-        window = self.softmax.window(side)
         row0 = m_block * cfg.tile_m + warp * (16 * cfg.m_tiles) + lane // 4
         work = Work(
             tuple([self.limits_of(row0 + 16 * mt, seqlen_q, seqlen_k, window) for mt in range(cfg.m_tiles)]),
@@ -359,7 +257,7 @@ class Fwd16bitSm80:
             tuple([self.softmax.new_state() for _ in range(cfg.m_tiles)]),
             cute.make_rmem_tensor((4, cfg.n_tiles, cfg.m_tiles), Float32),
             cute.make_rmem_tensor((4, max(cfg.q_in_regs, 1), cfg.m_tiles), Uint32),
-            self.q.a_address(q_base, warp * (16 * cfg.m_tiles), lane),
+            self.q.a_address(base, warp * (16 * cfg.m_tiles), lane),
             self.k.b_address(base + self.k_base, lane),
             self.v.b_transposed_address(base + self.v_base, lane),
             seqlen_k,
@@ -374,29 +272,25 @@ class Fwd16bitSm80:
                     words = self.q.load_a(near, step, 16 * mt)
                     for i in cutlass.range_constexpr(4):
                         work.q[i, step, mt] = words[i]
-        return work
 
-    @cute.jit
-    def load_next(self, last: Boolean, ahead, k_from: Int64, tid: Int32):
-        """In the last step of a tile starts the copies of the next one's Q.
-
-        ahead  (the next tile or -1, see `place`, Q, K, heads of a key head, window, shared address of its Q)
-
-        Returns where the next K is copied from, and how many of its rows exist: k_from and all of them before the last
-        step, 0 where there is no next tile.
-        """
-        cfg = self.cfg
-        unit, where, m_q, m_k, group, window, base = ahead
-        k_rows = Int32(cfg.tile_n)
-        if last:
-            k_rows = Int32(0)
-            if unit >= 0:
-                m_block, head, batch, _, _, seqlen_q, _, seqlen_k = self.place(unit, where)
-                self.load_q(m_q, m_block, head, batch, Int32(0), seqlen_q, base, tid)
-                end = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)[0] * cfg.tile_n
-                k_from = global_address(m_k, batch, end - self.k.pass_rows, head // group)
-                k_rows = seqlen_k - (end - cfg.tile_n)
-        return k_from, k_rows
+        stage = Int32(0)
+        for j in cutlass.range(masked, unroll=1):
+            k_from, v_from, stage = self.step(
+                True, blocks - 1 - j, first, work, copies, k_from, v_from, stage, tid
+            )
+        for j in cutlass.range(masked, plain_end, unroll=1):
+            k_from, v_from, stage = self.step(
+                False, blocks - 1 - j, first, work, copies, k_from, v_from, stage, tid
+            )
+        if const_expr(cfg.window):
+            for j in cutlass.range(plain_end, steps, unroll=1):
+                k_from, v_from, stage = self.step(
+                    True, blocks - 1 - j, first, work, copies, k_from, v_from, stage, tid
+                )
+        # Computed again, from a number that the compiler cannot know to be `cta`: there are no registers to keep it in
+        # over the loop.
+        place = self.place(cute.arch.shuffle_sync(cta, 0), where)
+        self.finish(work, side, softmax_scale_log2, m_o, m_lse, place, base, warp, lane)
 
     # -- copies -----------------------------------------------------------------------------------------------
 
@@ -462,7 +356,6 @@ class Fwd16bitSm80:
         v_from: Int64,
         stage: Int32,
         tid: Int32,
-        ahead: tuple | None = None,
     ):
         """Key tile n, of tiles down to `first`; the module says who waits for what.
 
@@ -505,17 +398,11 @@ class Fwd16bitSm80:
                 v_from = v_from - copies.v_step
         cute.arch.cp_async_commit_group()
         if not two:
-            if ahead is not None:
-                k_from, k_rows = self.load_next(n == first, ahead, k_from, tid)
-                cute.arch.cp_async_commit_group()
             # The thread: its copies of V have arrived. All threads: so have the others', and K is read.
-            cute.arch.cp_async_wait_group(0 if ahead is None else 1)
+            cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             for i in reversed(range(self.k.passes)):
-                wanted = more
-                if ahead is not None:
-                    wanted = i * self.k.pass_rows + tid // self.k.pieces < k_rows
-                self.k.copy_pass(k_to, i, k_from + copies.k_own, tid, wanted)
+                self.k.copy_pass(k_to, i, k_from + copies.k_own, tid, more)
                 k_from = k_from - copies.k_step
             cute.arch.cp_async_commit_group()
 
@@ -637,10 +524,9 @@ class Fwd16bitSm80:
         cfg, g = self.cfg, self.cfg.pack_gqa
         m_block, head, batch, sequence, first_row, seqlen_q, _, seqlen_k = place
         row0 = m_block * cfg.tile_m + warp * (16 * cfg.m_tiles) + lane // 4
-        # Q is read, in whose place O goes: with `persistent` since the last barrier of the last step.
-        if const_expr(not cfg.persistent):
-            cute.arch.cp_async_wait_group(0)  # the lane: no copy is under way
-            cute.arch.sync_threads()  # all threads: have read it
+        # All threads: Q is read, in whose place O goes. The lane: no copy is under way.
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
         own = base + self.o.at(warp * (16 * cfg.m_tiles) + lane // 4, Int32(0)) + lane % 4 * 4
         pair = bf16_pair if const_expr(cfg.dtype == "bf16") else fp16_pair
         for mt in cutlass.range_constexpr(cfg.m_tiles):
