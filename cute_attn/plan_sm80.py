@@ -24,8 +24,11 @@ __all__ = [
 SMALL: Final = 100 << 10
 """Shared memory of an SM, in bytes, up to which it counts as little (sm_86, sm_89, sm_120)."""
 
-SHORT_QUERIES: Final = 1024
-"""Queries up to which a call counts as short, by which kernels are told apart, as the keys are about as many."""
+SHORT_QUERIES: Final = 512
+"""A number of queries, taken for one of keys, that tiles of 96 keys fill badly: for kernels compiled ahead of use."""
+
+BADLY_FILLED: Final = 1.03
+"""Keys in whole tiles over those in whole tiles of 64 keys, above which tiles of more keys are slower."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class TileSm80:
     two_stages: bool = False  # only where there is room for two stages
     small: bool = False  # only SMs with little shared memory
     causal: bool | None = None  # only with or without a causal mask; None: both
-    short: bool = True  # also at most SHORT_QUERIES queries without a causal mask
+    filled: bool = False  # without a causal mask only for lengths that fill its last tile, see `BADLY_FILLED`
     # only with at most so many of window, softcap, ALiBi and unlike lengths, as each takes registers; ALiBi counts
     # three times where heads share a tile, as each row of a thread has a slope of its own then
     features: int = 6
@@ -55,7 +58,7 @@ class TileSm80:
 TILES_SM80: Final = (
     TileSm80(
         columns=64,
-        short=False,
+        filled=True,
         features=2,
         tile_n=96,
         two_stages=True,
@@ -65,8 +68,8 @@ TILES_SM80: Final = (
     TileSm80(
         columns=64,
         q_in_regs=4,
-        why="fragments of Q fit into registers beside S and O, so that shared memory is read for K and V alone; few "
-        "keys fill a last tile of 64 better than one of 96",
+        why="fragments of Q fit into registers beside S and O, so that shared memory is read for K and V alone; a last "
+        "tile of 64 keys is fuller than one of 96",
     ),
     TileSm80(columns=96, why="two CTAs of 4 warps an SM: one multiplies while the other has its softmax"),
     TileSm80(
@@ -97,10 +100,43 @@ TILES_SM80: Final = (
     ),
     TileSm80(
         columns=192,
+        two_stages=True,
+        tile_m=64,
+        q_in_regs=12,
+        why="O of 32 rows a warp would not fit into registers; that of 16 leaves room for Q; two CTAs an SM: one "
+        "starts or ends a tile while the other multiplies",
+    ),
+    TileSm80(
+        columns=192,
+        filled=True,
+        causal=False,
+        features=0,
+        tile_m=64,
+        tile_n=96,
+        q_in_regs=8,
+        why="16 rows a warp and two CTAs an SM; of S of 96 keys, O and Q two thirds of Q fit into registers",
+    ),
+    TileSm80(
+        columns=192,
+        tile_m=64,
+        q_in_regs=12,
+        why="O of 32 rows a warp would not fit into registers; that of 16 leaves room for Q; two CTAs an SM: one waits "
+        "for its copies, starts or ends a tile while the other multiplies",
+    ),
+    TileSm80(
+        columns=192,
         warps=8,
         ctas=1,
         q_in_regs=12,
         why="O of 32 rows a warp would not fit into registers; that of 16 leaves room for Q",
+    ),
+    TileSm80(
+        columns=256,
+        causal=False,
+        features=0,
+        tile_m=64,
+        q_in_regs=10,
+        why="as with half of Q in registers, and two more of its fragments where there is no mask that wants any",
     ),
     TileSm80(
         columns=256,
@@ -177,12 +213,14 @@ def forward16_sm80_choice(
         raise ValueError(f"arch must be one of {tuple(SM80_ARCHS)}, got {arch!r}")
     columns = min(-(-max(head_dim, head_dim_v) // 32) * 32, 256)  # `check` refuses more
     small = SM80_ARCHS[arch].smem_bytes <= SMALL
-    short = seqlen_q <= SHORT_QUERIES and not causal
+    limit = BADLY_FILLED * _in_tiles(seqlen_q, 64, varlen)
     for tile in TILES_SM80:
         pack_gqa, why_pack = choose_pack_gqa(group, seqlen_q, tile.tile_m, varlen)
         features = window + softcap + varlen + alibi * (3 if pack_gqa > 1 else 1)
         serves = columns <= tile.columns and features <= tile.features and small >= tile.small
-        if not serves or tile.causal not in (None, causal) or short > tile.short:
+        if not serves or tile.causal not in (None, causal):
+            continue
+        if tile.filled and not causal and _in_tiles(seqlen_q, tile.tile_n, varlen) > limit:
             continue
         chosen = Fwd16Sm80Config(
             head_dim=head_dim,
@@ -218,6 +256,11 @@ def forward16_sm80_choice(
     return chosen, why if why_pack is None else (*why, why_pack)
 
 
+def _in_tiles(keys: int, tile_n: int, varlen: bool) -> int:
+    """Keys in whole tiles; of sequences of unlike length, `keys` at most, in as many and one more."""
+    return keys + tile_n if varlen else -(-keys // tile_n) * tile_n
+
+
 def all_forward16_sm80_configs() -> list[Fwd16Sm80Config]:
     """A sample that every test run compiles: each kind of tile, each size of shared memory, each feature."""
     every = {"softcap": True, "alibi": True, "sinks": True}
@@ -230,6 +273,9 @@ def all_forward16_sm80_configs() -> list[Fwd16Sm80Config]:
         forward16_sm80_config(120, 128, "bf16", arch="sm_86", window=True, varlen=True, **every),
         forward16_sm80_config(192, 128, "fp16", arch="sm_86", causal=True, varlen=True),
         forward16_sm80_config(256, 256, "bf16", arch="sm_80", causal=True, sinks=True),
+        forward16_sm80_config(192, 192, "bf16", arch="sm_90a"),
+        forward16_sm80_config(192, 192, "fp16", arch="sm_80", causal=True, varlen=True, sinks=True),
+        forward16_sm80_config(256, 256, "bf16", arch="sm_90a"),
         forward16_sm80_config(256, 256, "bf16", arch="sm_90a", causal=True),
         forward16_sm80_config(256, 256, "bf16", arch="sm_90a", window=True, varlen=True, **every),
         forward16_sm80_config(128, 128, "bf16", arch="sm_80", window=True, alibi=True, group=4, seqlen_q=1),

@@ -63,19 +63,31 @@ def test_tile_table() -> None:
     assert sizes(64, "sm_80") == sizes(64, "sm_90a") == (128, 96, 4, 2, 2)
     assert sizes(64, "sm_86") == sizes(64, "sm_80", window=True, **EVERY) == (128, 64, 4, 2, 2)
     assert sizes(128, "sm_90a") == (128, 64, 4, 2, 2) and sizes(128, "sm_80") == (128, 64, 4, 1, 2)
-    # a last tile of 96 keys would be mostly empty
-    assert sizes(64, "sm_80", seqlen_q=1024) == (128, 64, 4, 2, 2)
-    assert (
-        sizes(64, "sm_80", seqlen_q=1025)
-        == sizes(64, "sm_80", seqlen_q=1024, causal=True)
-        == (128, 96, 4, 2, 2)
-    )
+    for length in (384, 768, 4096):
+        assert sizes(64, "sm_80", seqlen_q=length) == (128, 96, 4, 2, 2)
+    for length in (1, 512, 1024, 2048):  # whose last tile of 96 keys would be mostly empty
+        assert sizes(64, "sm_80", seqlen_q=length) == (128, 64, 4, 2, 2)
+        assert sizes(64, "sm_80", seqlen_q=length, causal=True) == (128, 96, 4, 2, 2)
+    assert sizes(64, "sm_80", seqlen_q=768, varlen=True) == (128, 64, 4, 2, 2)
+    assert sizes(64, "sm_80", seqlen_q=2048, varlen=True) == (128, 96, 4, 2, 2)
+    assert sizes(192, "sm_90a") == (64, 96, 4, 1, 2)
+    assert sizes(192, "sm_90a", seqlen_q=512) == sizes(192, "sm_90a", causal=True) == (64, 64, 4, 1, 2)
+    assert sizes(192, "sm_80") == (64, 64, 4, 1, 2) and sizes(192, "sm_86") == (128, 64, 8, 1, 1)
+    assert forward16_sm80_config(192, 128, "bf16", arch="sm_90a").kv_stages == 2
     assert sizes(128, "sm_90a", window=True, **EVERY) == (128, 32, 4, 2, 2)
     assert sizes(128, "sm_80", causal=True, varlen=True) == (128, 32, 4, 2, 2)
     packed = {"window": True, "alibi": True, "group": 4, "seqlen_q": 1}  # a slope for each row
-    assert sizes(128, "sm_80", **packed) == sizes(128, "sm_90a", **packed) == (128, 64, 8, 2, 1)
+    assert sizes(128, "sm_80", **packed) == sizes(128, "sm_90a", **packed) == (64, 64, 4, 2, 2)
     assert sizes(256, "sm_90a") == sizes(256, "sm_90a", window=True, **EVERY) == (64, 64, 4, 1, 2)
     assert sizes(128, "sm_89") == (128, 32, 4, 1, 2) and sizes(128, "sm_89", causal=True) == (64, 64, 4, 1, 2)
+    in_registers = (
+        ({}, 10),
+        ({"causal": True}, 8),
+        ({"softcap": True}, 8),
+        ({"softcap": True, "window": True}, 0),
+    )
+    for given, pieces in in_registers:
+        assert forward16_sm80_config(256, 256, "bf16", arch="sm_90a", **given).q_in_regs == pieces
     assert sizes(256, "sm_80") == (128, 64, 8, 1, 1) and sizes(256, "sm_86") == (64, 64, 4, 1, 1)
 
 
