@@ -179,6 +179,8 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:
         decode_config(64, 64, "bf16", rows=64, **token, **everything),
         decode_config(192, 128, "bf16", rows=8),
         decode_config(128, 128, "bf16", rows=8, arch="sm_80"),
+        decode_config(256, 256, "fp16", rows=8, page_size=64, arch="sm_86"),
+        decode_config(256, 256, "bf16", rows=16, row_ends=True, softcap=True, alibi=True, arch="sm_86"),
         decode_config(64, 64, "bf16", rows=8, arch="sm_89", **token),
     ]
     append = [

@@ -94,6 +94,15 @@ TILES_SM80: Final = (
     ),
     TileSm80(
         columns=128,
+        two_stages=True,
+        causal=False,
+        features=1,
+        tile_n=48,
+        why="32 rows a warp; two CTAs have room for two stages of 48 keys in shared memory, and one feature has "
+        "registers",
+    ),
+    TileSm80(
+        columns=128,
         features=3,
         tile_n=32,
         why="S of 64 keys would leave no registers for the features, or two CTAs no room in shared memory",
@@ -275,7 +284,7 @@ def all_forward16_sm80_configs() -> list[Fwd16Sm80Config]:
         forward16_sm80_config(256, 256, "bf16", arch="sm_80", causal=True, sinks=True),
         forward16_sm80_config(192, 192, "bf16", arch="sm_90a"),
         forward16_sm80_config(192, 192, "fp16", arch="sm_80", causal=True, varlen=True, sinks=True),
-        forward16_sm80_config(256, 256, "bf16", arch="sm_90a"),
+        forward16_sm80_config(128, 128, "bf16", arch="sm_80", varlen=True),
         forward16_sm80_config(256, 256, "bf16", arch="sm_90a", causal=True),
         forward16_sm80_config(256, 256, "bf16", arch="sm_90a", window=True, varlen=True, **every),
         forward16_sm80_config(128, 128, "bf16", arch="sm_80", window=True, alibi=True, group=4, seqlen_q=1),

@@ -76,6 +76,7 @@ def test_tile_table() -> None:
     assert forward16_sm80_config(192, 128, "bf16", arch="sm_90a").kv_stages == 2
     assert sizes(128, "sm_90a", window=True, **EVERY) == (128, 32, 4, 2, 2)
     assert sizes(128, "sm_80", causal=True, varlen=True) == (128, 32, 4, 2, 2)
+    assert sizes(128, "sm_80", window=True) == sizes(128, "sm_87", varlen=True) == (128, 48, 4, 2, 2)
     packed = {"window": True, "alibi": True, "group": 4, "seqlen_q": 1}  # a slope for each row
     assert sizes(128, "sm_80", **packed) == sizes(128, "sm_90a", **packed) == (64, 64, 4, 2, 2)
     assert sizes(256, "sm_90a") == sizes(256, "sm_90a", window=True, **EVERY) == (64, 64, 4, 1, 2)
