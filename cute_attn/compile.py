@@ -642,11 +642,21 @@ def _chosen_sm80(
     configs: dict[KernelConfig, None] = {}
     for (head_dim, head_dim_v), dtype, mask, chosen in itertools.product(head_dims, dtypes, masks, features):
         options = dict.fromkeys(chosen, True) | ({} if mask == "full" else {mask: True})
-        for unlike, group in itertools.product((False, True) if varlen else (False,), groups):
+        lengths = (1 << 20, plan_sm80.SHORT_QUERIES)
+        for unlike, group, seqlen_q in itertools.product(
+            (False, True) if varlen else (False,), groups, lengths
+        ):
             config = plan_sm80.forward16_sm80_config(
-                head_dim, head_dim_v, dtype, arch=arch, **options, varlen=unlike
+                head_dim,
+                head_dim_v,
+                dtype,
+                arch=arch,
+                **options,
+                varlen=unlike,
+                group=group,
+                seqlen_q=1 if group > 1 else seqlen_q,
             )
-            configs[dataclasses.replace(config, pack_gqa=group)] = None
+            configs[config] = None
         if backward:
             options.pop("sinks", None)  # as in `_chosen16`
             for unlike in (False, True) if varlen else (False,):

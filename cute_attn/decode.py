@@ -109,8 +109,9 @@ def flash_attn_with_kvcache(
         rotation_signs: (head_dim,) float32, 1 or -1 (`cute_attn.quantize.rotation_signs`), of a float8_e4m3fn cache
             with rotated keys (arXiv 2407.08608, section 3.3): q, and k before it is quantised, is multiplied by them
             and by a Hadamard matrix, block by block as in `walsh_hadamard`. Q is rounded to its dtype afterwards.
-        backend: "auto" (a kernel for the GPU at hand), "sm90" (the Hopper one), or "reference" (torch in float32, any
-            device, sequence by sequence).
+        backend: "auto" (a kernel for the GPU at hand, or, with a warning the first time, "reference" where there is
+            none), "sm90" (the Hopper one), "sm80" (the same for every GPU from compute capability 8 on), or "reference"
+            (torch in float32, any device, sequence by sequence).
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) of q's dtype, bfloat16 with q of float8_e4m3fn; with
@@ -119,7 +120,8 @@ def flash_attn_with_kvcache(
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
-        ValueError: a shape, stride, device or value that is not allowed, or no GPU that a kernel exists for.
+        ValueError: a shape, stride, device or value that is not allowed, or a backend that was named and has no kernel
+            for the GPU.
         NotImplementedError: grad mode is on and an input requires grad.
     """
     side: dict[str, Tensor | None] = {

@@ -87,13 +87,15 @@ def decode_config(
     """The kernel for `rows` packed rows (queries times heads of a group) and pages of `page_size` slots, None without.
 
     Half a tile of 16 rows, or as many tiles as there are, up to what O may take of the registers: 256 columns in all,
-    or 128 where scales of tokens or pages, and changes of scores, want theirs. The ring is as deep as shared memory
-    allows for two CTAs on an SM, or, where that is less than three stages, for one, at the worst of half the warps.
+    or 128 where scales of tokens or pages, and changes of scores, want theirs; half a tile of the widest heads where
+    rows have ends and both changes. The ring is as deep as shared memory allows for two CTAs on an SM, or, where that
+    is less than three stages, for one, at the worst of half the warps.
     """
     changed = row_ends and (softcap or alibi)
+    wide = max(head_dim, head_dim_v)
     columns = 128 if changed and (scales == "token" or page_size is not None) else 256
     m_tiles = 1
-    while m_tiles * 16 < rows and 2 * m_tiles * max(head_dim, head_dim_v) <= columns:
+    while m_tiles * 16 < rows and 2 * m_tiles * wide <= columns:
         m_tiles *= 2
     paging = "none" if page_size is None else "token" if page_size % DECODE_KEYS else "block"
     config = DecodeConfig(
@@ -105,7 +107,7 @@ def decode_config(
         paging=paging,
         query=query,
         m_tiles=m_tiles,
-        half_tile=rows <= 8 or max(head_dim, head_dim_v) > columns,
+        half_tile=rows <= 8 or wide > columns or (wide > 240 and row_ends and softcap and alibi),
         row_ends=row_ends,
         softcap=softcap,
         alibi=alibi,
@@ -203,6 +205,8 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:
         decode_config(64, 64, "bf16", rows=64, **token, **everything),
         decode_config(192, 128, "bf16", rows=8),
         decode_config(128, 128, "bf16", rows=8, arch="sm_80"),
+        decode_config(256, 256, "fp16", rows=8, page_size=64, arch="sm_86"),
+        decode_config(256, 256, "bf16", rows=16, row_ends=True, softcap=True, alibi=True, arch="sm_86"),
         decode_config(64, 64, "bf16", rows=8, arch="sm_89", **token),
     ]
     append = [

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import api, flash, validate
-from cute_attn.problem import ARCHS, device_capability
+from cute_attn.problem import ARCHS, CAPABILITIES, device_capability
 from cute_attn.quantize import PRESETS, Fp8Recipe, resolve_recipe
 from cute_attn.remember import Remembered
 from cute_attn.tracing import caller_level
@@ -214,7 +214,7 @@ def _choose(
             q.device if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
         )
         if capability not in ARCHS:
-            need = "the kernels need a GPU of compute capability 8.0 to 8.9 or 9.x"
+            need = f"the kernels need a GPU of compute capability {CAPABILITIES}"
             return Choice(TORCH, "torch", f"q is on {where}, and {need}")
         eight = False
     for candidate in dict.fromkeys((precision, EXACT)):
@@ -328,8 +328,8 @@ def is_supported(
             if capability is None
             else f"the GPU is of {capability[0]}.{capability[1]}"
         )
-        also = "8.0 to 8.9 or " if precision == EXACT else ""
-        return Support(False, f"{where}; allowed: compute capability {also}9.x (Hopper: H100, H200)")
+        allowed = CAPABILITIES if precision == EXACT else "9.x (Hopper: H100, H200)"
+        return Support(False, f"{where}; allowed: compute capability {allowed}")
     if attn_mask:
         return Support(False, "a mask tensor is given; allowed: causal, window_size")
     if dropout_p:

@@ -148,7 +148,7 @@ def _gpu() -> Iterator[Finding]:
     import torch
 
     from cute_attn.bench.record import gpu_state
-    from cute_attn.problem import ARCHS
+    from cute_attn.problem import ARCHS, CAPABILITIES
 
     if torch.version.cuda is None:
         yield Finding(
@@ -170,7 +170,7 @@ def _gpu() -> Iterator[Finding]:
         major, minor = torch.cuda.get_device_capability(index)
         found = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
         advice = ""
-        if (major, minor) in ARCHS and major == 8:
+        if (major, minor) in ARCHS and major != 9:
             advice = (
                 "Its kernels are of 16 bits. 8-bit calls run the emulator; sdpa and hf run them in 16 bits."
             )
@@ -183,7 +183,7 @@ def _gpu() -> Iterator[Finding]:
             "GPU with kernels",
             "problem",
             "none",
-            "The kernels need an H100 or H200, or in 16 bits a GPU of compute capability 8.0 to 8.9.",
+            f"The kernels need an H100 or H200, or in 16 bits a GPU of compute capability {CAPABILITIES}.",
         )
     driver = str(gpu_state()["driver"] or "")
     known = driver.split(".")[0].isdecimal()

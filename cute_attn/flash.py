@@ -1,9 +1,9 @@
 """16-bit attention with flash-attn's functions: FlashAttention-3's forward (arXiv 2407.08608, sections 3.1 and 3.2) on
-Hopper GPUs, FlashAttention-2's (arXiv 2307.08691) on those of compute capability 8.
+Hopper GPUs, FlashAttention-2's (arXiv 2307.08691) on those of compute capability 8 and 12.
 
 The path of a call is check -> plan (`plan16.forward16_config`, `plan_sm80.forward16_sm80_config`) -> launch. There is
-no emulator of the 16-bit kernels: away from these GPUs a call is an error unless `backend="reference"` asks for the
-definition in float32.
+no emulator of the 16-bit kernels: away from these GPUs the definition in float32 runs, for backend "auto" with a
+warning the first time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from cute_attn import validate
 from cute_attn.kernels.config import HEAD_DIMS_16BIT, Fwd16Config, Fwd16Sm80Config
 from cute_attn.plan16 import Plan16, Problem16, forward16_config, make_plan16
 from cute_attn.plan_sm80 import forward16_sm80_config
-from cute_attn.problem import ARCHS, cutting_ends, device_capability
+from cute_attn.problem import (
+    ARCHS,
+    CAPABILITIES,
+    cutting_ends,
+    device_capability,
+    place_text,
+    warn_reference,
+)
 from cute_attn.remember import Remembered
 from cute_attn.tiles import DTYPE_NAMES
 
@@ -87,9 +94,9 @@ def flash_attn_func(
             `flash_attn_varlen_func` runs; a tensor whose batch and rows are not one dimension in memory is copied.
         return_lse: also return the log-sum-exp of each row's scores.
         sinks: (heads_q,) float32: one more logit in the softmax of every row of a head, which has no value.
-        backend: "auto" (the kernel for the GPU at hand), "sm90" (the Hopper kernel), "sm80" (the mma.sync kernel of
-            compute capability 8, which runs on Hopper, too), or "reference" (torch in float32, any device, with the
-            scores in memory).
+        backend: "auto" (the kernel for the GPU at hand, or, with a warning the first time, "reference" where there is
+            none), "sm90" (the Hopper kernel), "sm80" (the mma.sync kernel of compute capability 8 and 12, which runs
+            on Hopper, too), or "reference" (torch in float32, any device, with the scores in memory).
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) of q's dtype; with `return_lse` also lse (batch, heads_q, seqlen_q)
@@ -97,7 +104,8 @@ def flash_attn_func(
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
-        ValueError: a shape, stride, device or value that is not allowed, or no GPU that the backend has a kernel for.
+        ValueError: a shape, stride, device or value that is not allowed, or a backend that was named and has no kernel
+            for the GPU.
         NotImplementedError: dropout, return_attn_probs, or grad mode is on and alibi_slopes require grad.
     """
     side = {"alibi_slopes": alibi_slopes, "sinks": sinks}
@@ -456,8 +464,10 @@ def _check_tensors(q: object, k: object, v: object) -> None:
 def target(backend: object, q: Tensor) -> str:
     """What a call of this backend runs: "sm90", "reference", or the architecture of a mma.sync kernel, as "sm_80".
 
+    "auto" is the reference where there is no kernel, with a warning the first time.
+
     Raises:
-        ValueError: an unknown backend, or no GPU that it has a kernel for.
+        ValueError: an unknown backend, or one that was named and has no kernel for the GPU.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
@@ -468,12 +478,13 @@ def target(backend: object, q: Tensor) -> str:
         return "sm90"
     if capability in ARCHS and backend != "sm90":
         return ARCHS[capability]
-    where = f"device {q.device}"
-    if capability is not None:
-        where += f", a GPU of compute capability {capability[0]}.{capability[1]}"
-    allowed = "9.x (Hopper: H100, H200)" if backend == "sm90" else "8.0 to 8.9 or 9.x"
+    place = place_text(q.device, capability)
+    if backend == "auto":
+        warn_reference("q", place)
+        return "reference"
+    allowed = "9.x (Hopper: H100, H200)" if backend == "sm90" else CAPABILITIES
     raise ValueError(
-        f"q is on {where}; allowed: a GPU of compute capability {allowed}, or backend='reference'"
+        f"q is on {place}; allowed: a GPU of compute capability {allowed}, or backend='reference'"
     )
 
 

@@ -88,7 +88,8 @@ def flash_attn_varlen_func(
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
-        ValueError: a shape, stride, device or value that is not allowed, or no GPU that the backend has a kernel for.
+        ValueError: a shape, stride, device or value that is not allowed, or a backend that was named and has no kernel
+            for the GPU.
         NotImplementedError: dropout, return_attn_probs, block_table, or grad mode is on and alibi_slopes require grad.
     """
     if block_table is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_attn import validate
 from cute_attn.kernels.config import E4M3_ARCHS, HEAD_DIMS_16BIT
-from cute_attn.problem import ARCHS, device_capability
+from cute_attn.problem import ARCHS, device_capability, place_text, warn_reference
 
 BACKENDS: Final = ("auto", "sm90", "sm80", "reference")
 E4M3: Final = torch.float8_e4m3fn
@@ -20,10 +20,12 @@ SCALES: Final = ("k_descale", "v_descale")
 
 
 def target(backend: object, name: str, x: Tensor, cached: torch.dtype) -> str | None:
-    """Architecture of the kernels for a backend and tensor `x`, called `name`; None for the reference.
+    """Architecture of the kernels for a backend and tensor `x`, called `name`; None for the reference, which "auto" is
+    where there is no kernel, with a warning the first time.
 
     Raises:
-        ValueError: an unknown backend, no GPU that kernels exist for, or one without conversions of the cache's dtype.
+        ValueError: an unknown backend, one that was named and has no kernel for the GPU, or a GPU without conversions
+            of the cache's dtype.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
@@ -31,18 +33,19 @@ def target(backend: object, name: str, x: Tensor, cached: torch.dtype) -> str | 
         return None
     capability = device_capability(x.device)
     arch = None if capability is None else ARCHS.get(capability)
+    place = place_text(x.device, capability)
+    if arch is None and backend == "auto":
+        warn_reference(name, place)
+        return None
     if arch is None or (backend == "sm90" and arch != "sm_90a"):
-        where = f"device {x.device}"
-        if capability is not None:
-            where += f", a GPU of compute capability {capability[0]}.{capability[1]}"
         allowed = "9.0" if backend == "sm90" else ", ".join(f"{a}.{b}" for a, b in ARCHS)
         raise ValueError(
-            f"{name} is on {where}; allowed: a GPU of compute capability {allowed}, or backend='reference'"
+            f"{name} is on {place}; allowed: a GPU of compute capability {allowed}, or backend='reference'"
         )
     if cached == E4M3 and arch not in E4M3_ARCHS:
         raise ValueError(
             f"k_cache has dtype {cached} and {name} is on {x.device}, a GPU without conversions of it; allowed: "
-            "compute capability 8.9 or 9.0, or a 16-bit cache"
+            "compute capability 8.9, 9.0 or 12.x, or a 16-bit cache"
         )
     return arch
 

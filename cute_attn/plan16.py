@@ -31,6 +31,7 @@ from cute_attn.plan import (
     work_tiles,
 )
 from cute_attn.plan_sm80 import forward16_sm80_choice
+from cute_attn.problem import ARCHS, CAPABILITIES
 from cute_attn.tiles import DTYPE_NAMES
 
 SHORT_QUERIES: Final = 2048
@@ -500,8 +501,14 @@ def make_plan16(problem: Problem16, config: Fwd16Config | Fwd16Sm80Config | None
 
 def _backend16(capability: tuple[int, int] | None, backend: str) -> tuple[str, str]:
     """(backend that runs, the reason), for what `flash.target` accepted."""
-    if backend == "auto" and capability is not None and capability[0] == 8:
-        return "sm80", (
-            f"the GPU has compute capability {capability[0]}.{capability[1]}, without the WGMMA of the Hopper kernel"
-        )
+    if backend == "auto" and (capability is None or capability[0] != 9):
+        if capability is None:
+            return (
+                "reference",
+                f"the tensors are not on an NVIDIA GPU; the kernels need one of {CAPABILITIES}",
+            )
+        where = f"the GPU has compute capability {capability[0]}.{capability[1]}"
+        if capability in ARCHS:
+            return "sm80", f"{where}, without the WGMMA of the Hopper kernel"
+        return "reference", f"{where}, and the kernels need {CAPABILITIES}"
     return choose_backend(capability, backend)

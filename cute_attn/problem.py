@@ -6,6 +6,7 @@ A `Problem` holds no tensor, so it can be hashed, cached, and written by hand fo
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.quantize import Fp8Recipe, QuantizedQKV
+from cute_attn.tracing import caller_level
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,19 @@ class Features:
 
 NO_FEATURES: Final = Features()
 
-ARCHS: Final = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_87", (8, 9): "sm_89", (9, 0): "sm_90a"}
+ARCHS: Final = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 7): "sm_87",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (12, 0): "sm_120",
+    (12, 1): "sm_120",
+}
 """Targets of the kernels that need no Hopper GPU, by compute capability: 16-bit attention by mma.sync, KV caches."""
+
+CAPABILITIES: Final = "8.0 to 8.9, 9.x or 12.x"
+"""Compute capabilities of GPUs with a 16-bit kernel, in words."""
 
 
 def cutting_ends(window: tuple[int, int], seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
@@ -171,3 +184,27 @@ def device_capability(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     return torch.cuda.get_device_capability(device)
+
+
+def place_text(device: torch.device, capability: tuple[int, int] | None) -> str:
+    """Where a tensor is, for messages: "device cuda:0, a GPU of compute capability 7.5"."""
+    kind = "" if capability is None else f", a GPU of compute capability {capability[0]}.{capability[1]}"
+    return f"device {device}{kind}"
+
+
+_warned = False
+
+
+def warn_reference(name: str, place: str) -> None:
+    """Say once that "auto" did not mean a kernel, as the tensor called `name` is where there is none: `place_text`."""
+    global _warned
+    if _warned:
+        return
+    _warned = True
+    warnings.warn(
+        f"cute_attn runs plain PyTorch in float32, with all scores in memory, because {name} is on "
+        f"{place}, and the 16-bit kernels need a GPU of compute capability {CAPABILITIES}. To silence this warning "
+        "pass backend='reference'.",
+        UserWarning,
+        stacklevel=caller_level(),
+    )

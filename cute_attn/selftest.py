@@ -19,7 +19,7 @@ import torch
 
 from cute_attn import api, flash, reference
 from cute_attn.dispatch import EXACT
-from cute_attn.problem import ARCHS, device_capability
+from cute_attn.problem import ARCHS, CAPABILITIES, device_capability
 
 __all__ = ["BOUNDS", "Case", "Result", "cases", "main", "run"]
 
@@ -161,11 +161,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     capability = device_capability(torch.device(device, 0) if device == "cuda" else torch.device(device))
-    older = capability in ARCHS and capability[0] == 8
-    backend = options.backend or ("sm80" if older else "sm90")
+    others = capability in ARCHS and capability[0] != 9
+    backend = options.backend or ("sm80" if others else "sm90")
     runs = {"sm90": capability is not None and capability[0] == 9, "sm80": capability in ARCHS}
     if not runs.get(backend, True):
-        kind = "Hopper GPU" if backend == "sm90" else "GPU of compute capability 8.0 to 8.9 or 9.0"
+        kind = "Hopper GPU" if backend == "sm90" else f"GPU of compute capability {CAPABILITIES}"
         console.print(
             f"There is no {kind} to test (python -m cute_attn.doctor says more). --backend emulator checks the "
             "stand-ins in torch."

@@ -221,7 +221,8 @@ def check_backend(backend: object, capability: tuple[int, int] | None) -> None:
         ValueError: unknown, or not possible on this device.
     """
     if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
+        why = ", which has 16-bit kernels alone, of flash_attn_func" if backend == "sm80" else ""
+        raise ValueError(f"backend is {backend!r}{why}; allowed: {', '.join(map(repr, BACKENDS))}")
     if backend == "sm90" and (capability is None or capability[0] != 9):
         where = (
             "a device that is no NVIDIA GPU"

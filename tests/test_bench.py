@@ -166,7 +166,7 @@ def test_the_mma_sync_kernel_is_timed_where_it_runs(
     monkeypatch.setattr(cli, "_device", lambda: (None, "no CUDA GPU is visible to torch"))
     with pytest.raises(SystemExit):
         cli.main(words)
-    assert "needs a GPU of compute capability 8.0 to 8.9 or 9.0: no CUDA GPU" in capsys.readouterr().err
+    assert "needs a GPU of compute capability 8.0 to 8.9, 9.x or 12.x: no CUDA GPU" in capsys.readouterr().err
     monkeypatch.setattr(cli, "_device", lambda: ((8, 6), "a GPU of this test"))
     seen = set()
 

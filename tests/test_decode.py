@@ -356,7 +356,7 @@ Q8 = torch.zeros(2, 1, 4, 64).to(E4M3)
             ValueError,
             "q is on device cpu; allowed: a GPU of compute capability 8.0, 8.6",
         ),
-        (good, {"backend": "auto"}, ValueError, "q is on device cpu; .* or backend='reference'"),
+        (good, {"backend": "sm90"}, ValueError, "q is on device cpu; .* or backend='reference'"),
         (good, {"softcap": -1.0}, ValueError, "softcap is -1"),
         (good, {"window_size": 3}, TypeError, "window_size is 3"),
         (good, {"k": NEW}, ValueError, "k is given and v is None"),

@@ -80,7 +80,7 @@ def test_supported(options: dict[str, Any], reason: str) -> None:
         ({"precision": "fp8", "softcap": -1.0}, "softcap is -1.0; allowed: 0 (none)"),
         ({"attn_mask": True}, "a mask tensor is given; allowed: causal, window_size"),
         ({"dropout_p": 0.1}, "dropout_p is 0.1"),
-        ({"capability": (7, 5)}, "the GPU is of 7.5; allowed: compute capability 8.0 to 8.9 or 9.x"),
+        ({"capability": (7, 5)}, "the GPU is of 7.5; allowed: compute capability 8.0 to 8.9, 9.x or 12.x"),
     ],
 )
 def test_not_supported(options: dict[str, Any], reason: str) -> None:

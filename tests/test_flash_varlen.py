@@ -132,7 +132,7 @@ def inputs(
             r"alibi_slopes has shape \(2, 4\); allowed: \(4,\) or \(6, 4\)",
         ),
         (
-            {"backend": "auto"},
+            {"backend": "sm80"},
             ValueError,
             "q is on device cpu; allowed: a GPU of compute capability 8.0 to 8.9",
         ),

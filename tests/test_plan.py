@@ -428,7 +428,11 @@ def test_backend_and_its_reason(
 @pytest.mark.parametrize(
     ("capability", "backend", "message"),
     [
-        (HOPPER, "sm80", "backend is 'sm80'; allowed: 'auto', 'sm90', 'emulator'"),
+        (
+            HOPPER,
+            "sm80",
+            "'sm80', which has 16-bit kernels alone, of flash_attn_func; allowed: 'auto', 'sm90'",
+        ),
         (None, "sm90", "backend is 'sm90' but q is on a device that is no NVIDIA GPU"),
         ((8, 0), "sm90", "backend is 'sm90' but q is on a GPU of compute capability 8.0"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,11 +14,12 @@ from compiled import figures_of, no_spills
 from torch import Tensor
 
 import cute_attn
-from cute_attn import dispatch, flash, flash_varlen, plan_sm80
+from cute_attn import dispatch, flash, flash_varlen, kv, plan_sm80, problem
 from cute_attn.compile import KernelFigures
 from cute_attn.kernels.config import HEAD_DIMS_16BIT, SM80_ARCHS, Fwd16Sm80Config
 from cute_attn.kernels.sm80 import tile as tile_module
 from cute_attn.plan_sm80 import forward16_sm80_config
+from cute_attn.problem import ARCHS
 from cute_attn.remember import Remembered
 
 BF16 = torch.bfloat16
@@ -29,7 +31,7 @@ def tensors(seqlen_q: int = 300, seqlen_k: int = 300, head_dim: int = 128) -> li
     return [torch.zeros(2, rows, heads, head_dim, dtype=BF16) for rows, heads in sizes]
 
 
-@pytest.fixture(params=[(8, 0), (8, 6), (8, 9), (9, 0)], ids=str)
+@pytest.fixture(params=[(8, 0), (8, 6), (8, 9), (9, 0), (12, 1)], ids=str)
 def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A GPU that is not there, as the target of the kernels by mma.sync."""
     for module in (flash, dispatch):
@@ -37,7 +39,7 @@ def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     for module in (flash, flash_varlen):
         monkeypatch.setattr(module, "_plans", Remembered())
     monkeypatch.setattr(dispatch, "_choices", Remembered())
-    return {(8, 0): "sm_80", (8, 6): "sm_86", (8, 9): "sm_89", (9, 0): "sm_90a"}[request.param]
+    return ARCHS[request.param]
 
 
 # --- tiles
@@ -54,15 +56,39 @@ def test_every_head_dim_has_a_tile(arch: str) -> None:
 
 
 def test_tile_table() -> None:
-    def sizes(head_dim: int, arch: str, **more: bool) -> tuple[int, ...]:
+    def sizes(head_dim: int, arch: str, **more: Any) -> tuple[int, ...]:
         config = forward16_sm80_config(head_dim, head_dim, "bf16", arch=arch, **more)
         return config.tile_m, config.tile_n, config.warps, config.kv_stages, config.ctas
 
     assert sizes(64, "sm_80") == sizes(64, "sm_90a") == (128, 96, 4, 2, 2)
     assert sizes(64, "sm_86") == sizes(64, "sm_80", window=True, **EVERY) == (128, 64, 4, 2, 2)
     assert sizes(128, "sm_90a") == (128, 64, 4, 2, 2) and sizes(128, "sm_80") == (128, 64, 4, 1, 2)
+    for length in (384, 768, 4096):
+        assert sizes(64, "sm_80", seqlen_q=length) == (128, 96, 4, 2, 2)
+    for length in (1, 512, 1024, 2048):  # whose last tile of 96 keys would be mostly empty
+        assert sizes(64, "sm_80", seqlen_q=length) == (128, 64, 4, 2, 2)
+        assert sizes(64, "sm_80", seqlen_q=length, causal=True) == (128, 96, 4, 2, 2)
+    assert sizes(64, "sm_80", seqlen_q=768, varlen=True) == (128, 64, 4, 2, 2)
+    assert sizes(64, "sm_80", seqlen_q=2048, varlen=True) == (128, 96, 4, 2, 2)
+    assert sizes(192, "sm_90a") == (64, 96, 4, 1, 2)
+    assert sizes(192, "sm_90a", seqlen_q=512) == sizes(192, "sm_90a", causal=True) == (64, 64, 4, 1, 2)
+    assert sizes(192, "sm_80") == (64, 64, 4, 1, 2) and sizes(192, "sm_86") == (128, 64, 8, 1, 1)
+    assert forward16_sm80_config(192, 128, "bf16", arch="sm_90a").kv_stages == 2
     assert sizes(128, "sm_90a", window=True, **EVERY) == (128, 32, 4, 2, 2)
+    assert sizes(128, "sm_80", causal=True, varlen=True) == (128, 32, 4, 2, 2)
+    assert sizes(128, "sm_80", window=True) == sizes(128, "sm_87", varlen=True) == (128, 48, 4, 2, 2)
+    packed = {"window": True, "alibi": True, "group": 4, "seqlen_q": 1}  # a slope for each row
+    assert sizes(128, "sm_80", **packed) == sizes(128, "sm_90a", **packed) == (64, 64, 4, 2, 2)
+    assert sizes(256, "sm_90a") == sizes(256, "sm_90a", window=True, **EVERY) == (64, 64, 4, 1, 2)
     assert sizes(128, "sm_89") == (128, 32, 4, 1, 2) and sizes(128, "sm_89", causal=True) == (64, 64, 4, 1, 2)
+    in_registers = (
+        ({}, 10),
+        ({"causal": True}, 8),
+        ({"softcap": True}, 8),
+        ({"softcap": True, "window": True}, 0),
+    )
+    for given, pieces in in_registers:
+        assert forward16_sm80_config(256, 256, "bf16", arch="sm_90a", **given).q_in_regs == pieces
     assert sizes(256, "sm_80") == (128, 64, 8, 1, 1) and sizes(256, "sm_86") == (64, 64, 4, 1, 1)
 
 
@@ -143,7 +169,7 @@ def test_explain(arch: str) -> None:
     want = forward16_sm80_config(128, 128, "bf16", arch=arch, causal=True, group=4, seqlen_q=5)
     assert (made.backend, made.kernel, made.config) == ("sm80", want.name, want)
     assert want.name.startswith(
-        "fwd_sm80_bf16" if arch == "sm_80" else f"fwd_sm80_on_{arch[:5].replace('_', '')}"
+        "fwd_sm80_bf16" if arch == "sm_80" else f"fwd_sm80_on_{arch.replace('_', '').removesuffix('a')}_"
     )
     for part in (
         f"{want.tile_m} queries x {want.tile_n} keys, {want.kv_stages} K/V stages, 4 warps of "
@@ -163,8 +189,50 @@ def test_explain(arch: str) -> None:
 @pytest.mark.parametrize("capability", [None, (7, 5), (8, 1), (10, 0)], ids=str)
 def test_other_gpus_are_refused(capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "device_capability", lambda device: capability)
-    with pytest.raises(ValueError, match=r"allowed: a GPU of compute capability 8\.0 to 8\.9 or 9\.x"):
+    with pytest.raises(ValueError, match=r"allowed: a GPU of compute capability 8\.0 to 8\.9, 9\.x or 12\.x"):
         cute_attn.flash_attn_func(*tensors(), backend="sm80")
+
+
+@pytest.mark.parametrize(
+    ("capability", "where"),
+    [
+        (None, "the tensors are not on an NVIDIA GPU"),
+        ((7, 5), "the GPU has compute capability 7.5"),
+        ((10, 0), "the GPU has compute capability 10.0"),
+    ],
+    ids=str,
+)
+def test_auto_runs_the_reference_where_there_is_no_kernel(
+    capability: tuple[int, int] | None, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so once, whichever function meets it first, and what is planned says so always."""
+    for module in (flash, kv):
+        monkeypatch.setattr(module, "device_capability", lambda device: capability)
+    for module in (flash, flash_varlen):
+        monkeypatch.setattr(module, "_plans", Remembered())
+    monkeypatch.setattr(problem, "_warned", False)
+    q, k, v = (torch.randn_like(x) for x in tensors(5, 7, 32))
+    named = "" if capability is None else f", a GPU of compute capability {capability[0]}.{capability[1]}"
+    need = "the 16-bit kernels need a GPU of compute capability 8.0 to 8.9, 9.x or 12.x"
+    with pytest.warns(
+        UserWarning, match=f"runs plain PyTorch .* because q is on device cpu{named}, and {need}"
+    ) as warned:
+        out = cute_attn.flash_attn_func(q, k, v, causal=True)
+    assert warned[0].filename == __file__
+    ends = torch.tensor([0, 5, 10], dtype=torch.int32), torch.tensor([0, 7, 14], dtype=torch.int32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(out, cute_attn.flash_attn_func(q, k, v, causal=True, backend="reference"))
+        rows = [x.flatten(0, 1) for x in (q, k, v)]
+        unlike = cute_attn.flash_attn_varlen_func(*rows, *ends, 5, 7, causal=True)
+        cached = cute_attn.flash_attn_with_kvcache(q, k, v, causal=True)
+        made = cute_attn.flash_attn_explain(q, k, v, causal=True)
+        trained = cute_attn.flash_attn_func(q.requires_grad_(), k, v, causal=True)
+        trained.sum().backward()
+    for other in (unlike.view_as(out), cached, trained):
+        assert torch.allclose(other.float(), out.float(), atol=1e-2)
+    assert q.grad is not None and (made.backend, made.kernel, made.config) == ("reference", "reference", None)
+    assert where in " ".join(str(made).split())
 
 
 def test_the_hopper_kernel_needs_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +270,7 @@ def test_choice(arch: str) -> None:
     assert "sm80" in chosen.kernel and chosen.reason is None
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9)], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)], ids=str)
 def test_is_supported(capability: tuple[int, int]) -> None:
     support = cute_attn.is_supported(window_size=(5, 0), sinks=True, capability=capability)
     assert support and support.reason == "the 16-bit kernel by mma.sync"

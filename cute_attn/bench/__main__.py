@@ -588,6 +588,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rich.console import Console
 
     from cute_attn.bench import data, peers, record, report
+    from cute_attn.problem import CAPABILITIES
     from cute_attn.quantize import resolve_recipe
 
     # Tables are about 170 columns wide; a pipe has no width of its own and would get 80.
@@ -648,7 +649,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(
                 f"--report {options.report} needs "
                 + (
-                    "a GPU of compute capability 8.0 to 8.9 or 9.0"
+                    f"a GPU of compute capability {CAPABILITIES}"
                     if options.backend == "sm80"
                     else "a Hopper GPU (compute capability 9.x)"
                 )

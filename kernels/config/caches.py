@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .common import SMEM_LIMIT, dims_name
 
-E4M3_ARCHS = ("sm_89", "sm_90a")  # with conversions from and to e4m3
+E4M3_ARCHS = ("sm_89", "sm_90a", "sm_120")  # with conversions from and to e4m3
 _DECODE_EXTRAS = ("softcap", "alibi", "sinks", "batch_idx", "leftpad")
 DECODE_KEYS = (
     16  # keys of a warp's step: the depth of one m16n8k16 product P V, and what whole pages are made of
@@ -133,7 +133,7 @@ class DecodeConfig:
         """Whether registers are short: then the assembler must not move loads up, for it spills what they displace."""
         extras = self.row_ends or any(getattr(self, name) for name in _DECODE_EXTRAS)
         uneven = 32 % self.k_chunks or 32 % self.v_chunks  # addresses that do not follow one from another
-        return self.q_in_smem and bool(extras or uneven)
+        return self.q_in_smem and bool(extras or uneven or (self.warps == 2 and self.paging != "none"))
 
     @property
     def smem_bytes(self) -> int:

@@ -107,6 +107,7 @@ SM80_ARCHS = {
     "sm_87": Multiprocessor(164 << 10, 163 << 10),
     "sm_89": Multiprocessor(100 << 10, 99 << 10),
     "sm_90a": Multiprocessor(228 << 10, SMEM_LIMIT),
+    "sm_120": Multiprocessor(100 << 10, 99 << 10),  # also serves 12.1
 }
 
 
