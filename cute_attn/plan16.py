@@ -252,6 +252,10 @@ def backward16_config(
         config = dataclasses.replace(config, tile_n=64, shared_keys=True, dq_direct=True, ds_stages=1)
     elif columns <= 64 and not (softcap or alibi):  # whose values beside twice the scores would not fit
         config = dataclasses.replace(config, tile_m=128, dq_split="rows")
+    elif min(head_dim, head_dim_v) > 64 and not (causal or window or softcap or alibi or varlen):
+        # More queries a step: fewer bytes through shared memory for each. Under a causal mask the tiles on the diagonal
+        # waste more of them, and sequences of unlike length want powers of two.
+        config = dataclasses.replace(config, tile_m=80, dq_split="transposed")
     config.check()
     return config
 
@@ -321,6 +325,7 @@ def all_backward16_configs() -> list[Bwd16Config]:
     every = {"window": True, "softcap": True, "alibi": True, "deterministic": True}
     others = [backward16_config(head_dim, head_dim, "fp16", **every) for head_dim in (64, 128, 256)]
     others += [backward16_config(192, 128, "bf16", causal=True), backward16_config(40, 72, "bf16")]
+    others += [backward16_config(96, 72, "fp16")]
     varlen = [
         backward16_config(64, 64, "bf16", varlen=True),
         backward16_config(128, 128, "bf16", causal=True, deterministic=True, varlen=True),

@@ -49,6 +49,7 @@ CASES = (
     (64, 64, BF16, "causal softcap sinks"),
     (64, 64, BF16, "window alibi"),
     (128, 128, BF16, ""),
+    (128, 128, FP16, "deterministic"),
     (128, 128, FP16, "causal sinks"),
     (128, 128, BF16, "window softcap"),
     (128, 128, BF16, "causal alibi deterministic"),
