@@ -142,7 +142,7 @@ def backward(
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
     from cute_attn.launch_backward import launch_backward16
 
-    config = backward_config(plan.config, deterministic)
+    config = backward_config(plan.config, deterministic, seqlen_q=q.shape[1])
     loadable = (*plan.loadable, flash._loadable(out), dout.stride(3) == 1 and flash._loadable(dout))
     q, k, v, out, dout = (
         flash._loaded(x, fits) for x, fits in zip((q, k, v, out, dout), loadable, strict=True)
@@ -165,14 +165,14 @@ def backward(
 
 
 def backward_config(
-    forward: Fwd16Config | Fwd16Sm80Config, deterministic: bool = False
+    forward: Fwd16Config | Fwd16Sm80Config, deterministic: bool = False, seqlen_q: int = 1 << 20
 ) -> Bwd16Config | Bwd16Sm80Config:
-    """The backward of what `forward` computes, by the instructions that it has."""
+    """The backward of what `forward` computes, by the instructions that it has. seqlen_q: see `backward16_config`."""
     dims = (forward.head_dim, forward.head_dim_v, forward.dtype)
     features = {name: getattr(forward, name) for name in ("causal", "window", "softcap", "alibi", "varlen")}
     if isinstance(forward, Fwd16Sm80Config):
         return backward16_sm80_config(*dims, arch=forward.arch, deterministic=deterministic, **features)
-    return backward16_config(*dims, deterministic=deterministic, **features)
+    return backward16_config(*dims, deterministic=deterministic, seqlen_q=seqlen_q, **features)
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, d: Tensor) -> Tensor:

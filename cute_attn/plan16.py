@@ -40,6 +40,9 @@ SHORT_QUERIES: Final = 2048
 LONG_QUERIES: Final = 16384
 """Queries from which a step of the 16-bit kernel has more keys (perf/log.md, run 16)."""
 
+LONG_QUERIES_BACKWARD: Final = 8192
+"""Queries from which a step of the 16-bit backward has more of them under a causal mask, too."""
+
 _CAUSAL_CLUSTER_BLOCKS: Final = 8
 """Tiles of a head from which clusters pay under a causal mask (likewise)."""
 
@@ -222,6 +225,7 @@ def backward16_config(
     alibi: bool = False,
     deterministic: bool = False,
     varlen: bool = False,
+    seqlen_q: int = 1 << 20,
 ) -> Bwd16Config:
     """The 16-bit backward for these properties of a problem. Pure. sinks need no kernel of their own.
 
@@ -230,6 +234,7 @@ def backward16_config(
         dtype: "bf16" or "fp16".
         causal, window, softcap, alibi, deterministic, varlen: as in `Bwd16Config`; causal and window exclude each
             other.
+        seqlen_q: queries of a sequence; read at head_dim 72 to 128 under a causal mask, see `LONG_QUERIES_BACKWARD`.
 
     Raises:
         ValueError: a head_dim or dtype for which there is no kernel.
@@ -249,10 +254,15 @@ def backward16_config(
         varlen=varlen,
     )
     columns = max(head_dim, head_dim_v)
+    # causal sequences that are short have a large share of tiles on the diagonal, which waste more if they are wider
+    many = not causal or seqlen_q >= LONG_QUERIES_BACKWARD
     if columns > 128:  # accumulators of 128 keys do not fit, nor dQ beside two stages of Q and dO
         config = dataclasses.replace(config, tile_n=64, shared_keys=True, dq_direct=True, ds_stages=1)
     elif columns <= 64 and not (softcap or alibi):  # whose values beside twice the scores would not fit
         config = dataclasses.replace(config, tile_m=128, dq_split="rows")
+    elif min(head_dim, head_dim_v) > 64 and many and not (window or softcap or alibi or varlen):
+        # Fewer bytes through shared memory for each query. Sequences of unlike length want powers of two.
+        config = dataclasses.replace(config, tile_m=80, dq_split="transposed")
     config.check()
     return config
 
@@ -323,6 +333,10 @@ def all_backward16_configs() -> list[Bwd16Config]:
     every = {"window": True, "softcap": True, "alibi": True, "deterministic": True}
     others = [backward16_config(head_dim, head_dim, "fp16", **every) for head_dim in (64, 128, 256)]
     others += [backward16_config(192, 128, "bf16", causal=True), backward16_config(40, 72, "bf16")]
+    others += [
+        backward16_config(96, 72, "fp16"),
+        backward16_config(128, 128, "bf16", causal=True, seqlen_q=LONG_QUERIES_BACKWARD - 1),
+    ]
     varlen = [
         backward16_config(64, 64, "bf16", varlen=True),
         backward16_config(128, 128, "bf16", causal=True, deterministic=True, varlen=True),

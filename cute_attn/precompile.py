@@ -189,7 +189,8 @@ def kernels(
     if backward:
         for (_, seqlen, cuts), packed in itertools.product(lengths, (False, True) if varlen else (False,)):
             if seqlen > 1:
-                found[backward_config(_config16(shapes, seqlen, cuts, arch, varlen=packed))] = None
+                forward = _config16(shapes, seqlen, cuts, arch, varlen=packed)
+                found[backward_config(forward, seqlen_q=seqlen)] = None
     for form in caches:
         if form not in decode_plan.FORMS:
             raise ValueError(f"cache is {form!r}; allowed: {', '.join(map(repr, decode_plan.FORMS))}")

@@ -295,7 +295,7 @@ def test_chosen_16_bit_kernels_are_those_that_plans_name() -> None:
 
 def test_chosen_kernels_of_unlike_lengths_and_gradients() -> None:
     common = (
-        [(64, 64), (192, 128)],
+        [(64, 64), (128, 128), (192, 128)],
         ["bf16"],
         compiler.MASKS,
         [frozenset[str](), frozenset({"sinks"})],
@@ -312,8 +312,11 @@ def test_chosen_kernels_of_unlike_lengths_and_gradients() -> None:
                 in more
             )
         for unlike in (False, True):
-            assert plan16.backward16_config(*pair, "bf16", **options, varlen=unlike) in more
-    assert sum(isinstance(config, Bwd16Config) for config in more) == 12  # sinks need none of their own
+            for queries in (5000, 8192):
+                back = plan16.backward16_config(*pair, "bf16", **options, varlen=unlike, seqlen_q=queries)
+                assert back in more
+    # sinks need none of their own; long causal sequences have another tile at head_dim 128
+    assert sum(isinstance(config, Bwd16Config) for config in more) == 19
 
 
 def test_command_takes_both_precisions(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

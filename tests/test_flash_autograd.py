@@ -330,6 +330,10 @@ def test_every_head_dim_has_a_backward() -> None:
         ({"tile_n": 96}, "tile_n must be 64, 128 or 192, got 96"),
         ({"tile_m": 72}, "tile_m must be a multiple of 16 from 16 to 128, got 72"),
         ({"tile_m": 128}, "dq_split must be 'rows' with tile_m = tile_n"),
+        (
+            {"head_dim": 192, "dq_split": "transposed"},
+            "'transposed' with at most 64 columns of head_dim a warpgroup, got 'transposed', 64 x 128, head_dim 192",
+        ),
         ({"tile_n": 192, "varlen": True}, "tiles must be powers of two with varlen, got 64 x 192"),
         ({"shared_keys": True}, "shared_keys wants a tile of 64 x 64"),
         ({"head_dim": 256}, "dK and dV of head_dim 256 and 128 take 192 registers a thread; allowed: 128"),
@@ -338,7 +342,7 @@ def test_every_head_dim_has_a_backward() -> None:
     ],
 )
 def test_impossible_configurations(changed: dict[str, Any], message: str) -> None:
-    good = backward16_config(128, 128, "bf16")
+    good = backward16_config(128, 128, "bf16", window=True)
     with pytest.raises(ValueError, match=message):
         replace(good, **changed).check()
 
@@ -353,6 +357,7 @@ def test_names_tell_configurations_apart() -> None:
         {"do_stages": 1},
         {"ds_stages": 1},
         {"dq_direct": True},
+        {"dq_split": "columns"},
         {"deterministic": True},
         {"varlen": True},
         {"consumer_regs": 232},

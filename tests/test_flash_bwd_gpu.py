@@ -21,6 +21,7 @@ from cute_attn import (
     flash_attn_qkvpacked_func,
     launch,
     launch_backward,
+    plan16,
 )
 
 pytestmark = pytest.mark.gpu
@@ -49,6 +50,9 @@ CASES = (
     (64, 64, BF16, "causal softcap sinks"),
     (64, 64, BF16, "window alibi"),
     (128, 128, BF16, ""),
+    (128, 128, FP16, "deterministic"),
+    (128, 128, BF16, "causal long"),
+    (120, 96, FP16, "causal long deterministic"),
     (128, 128, FP16, "causal sinks"),
     (128, 128, BF16, "window softcap"),
     (128, 128, BF16, "causal alibi deterministic"),
@@ -110,9 +114,13 @@ def name(run: tuple[str, tuple[int, int, torch.dtype, str]]) -> str:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=name)
-def test_features(run: tuple[str, tuple[int, int, torch.dtype, str]]) -> None:
-    """out and lse are both differentiated; GQA, tails, rows without keys."""
+def test_features(
+    run: tuple[str, tuple[int, int, torch.dtype, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """out and lse are both differentiated; GQA, tails, rows without keys. "long": in tiles of long sequences."""
     backend, (d, v, dtype, features) = run
+    if "long" in features:
+        monkeypatch.setattr(plan16, "LONG_QUERIES_BACKWARD", 1)
     for shape in SHAPES:
         inputs = tensors(shape, d, v, dtype)
         batch, heads = shape[0], shape[3]

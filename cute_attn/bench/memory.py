@@ -73,7 +73,9 @@ def ours_train_bytes(case: Case, recipe: str | None) -> int:
     the float32 sum of dQ and two numbers of each row, both of whole tiles. The 8-bit operands are gone by then.
     """
     queries, keys = case.elements
-    config = backward16_config(case.head_dim, case.head_dim, "bf16", causal=case.causal)
+    config = backward16_config(
+        case.head_dim, case.head_dim, "bf16", causal=case.causal, seqlen_q=case.seqlen_q
+    )
     padded = case.batch * case.heads_q * -(-case.seqlen_q // config.tile_m) * config.tile_m
     kept = 2 * queries + 4 * case.batch * case.heads_q * case.seqlen_q
     backward = kept + 2 * queries + 4 * keys + padded * (4 * config.qk_columns + 8)

@@ -225,7 +225,9 @@ def _prepare_gradients(contender: Contender, case: cases.Case, q: Tensor, k: Ten
         stand_in = "reference" if contender.backend == "emulator" else contender.backend
         options: dict[str, Any] = {"causal": case.causal, "backend": stand_in}
         plan = flash.flash_attn_explain(q, k, v, **options)
-        kernel = "reference" if plan.config is None else backward_config(plan.config).name
+        kernel = (
+            "reference" if plan.config is None else backward_config(plan.config, seqlen_q=q.shape[1]).name
+        )
         ran = plan.backend
         function: Callable[..., Any] = flash.flash_attn_func
         if contender.dtype == "fp8":

@@ -224,4 +224,6 @@ class BwdEpilogue:
         column = v * 8 + thread % 4 * 2 + i % 2
         if const_expr(cfg.dq_split == "rows"):
             return row + 64 * w, column
+        if const_expr(cfg.dq_split == "transposed"):  # rows of the accumulator are columns of dQ
+            return column, row + 64 * w
         return row, column + w * (cfg.qk_columns // cfg.consumer_warpgroups)

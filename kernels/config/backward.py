@@ -17,9 +17,9 @@ class Bwd16Config:
     tile_n: int  # keys of a CTA; 64 for each consumer warpgroup, with `shared_keys` for both
     dtype: str  # "bf16" or "fp16": of all operands and gradients
     causal: bool
-    dq_split: (
-        str  # how the warpgroups share dQ of a step: "rows" (64 queries each) or "columns" (of head_dim)
-    )
+    # How the warpgroups share dQ of a step: "rows" (64 queries each), "columns" (of head_dim), or "transposed" (64
+    # columns of head_dim each, as rows of dQ^T, so that tile_m may be any)
+    dq_split: str
     window: bool = False  # as in Fwd16Config, and so are the next two
     softcap: bool = False
     alibi: bool = False
@@ -51,7 +51,7 @@ class Bwd16Config:
     @property
     def k_part(self) -> int:
         """Columns of K of which a warpgroup makes dQ: whole swizzle rows."""
-        return self.qk_columns // (self.consumer_warpgroups if self.dq_split == "columns" else 1)
+        return self.qk_columns // (1 if self.dq_split == "rows" else self.consumer_warpgroups)
 
     @property
     def dk_part(self) -> int:
@@ -67,7 +67,8 @@ class Bwd16Config:
     def qk_columns(self) -> int:
         """Columns of Q, K and their gradients on the chip: what the split of dQ wants. TMA fills those past head_dim
         with 0 and does not store them."""
-        unit = 32 if self.dq_split == "rows" else 32 * self.consumer_warpgroups
+        warpgroups = self.consumer_warpgroups
+        unit = {"rows": 32, "columns": 32 * warpgroups, "transposed": 64 * warpgroups}[self.dq_split]
         return -(-self.head_dim // unit) * unit
 
     @property
@@ -133,12 +134,14 @@ class Bwd16Config:
             )
         fits = {
             "rows": self.tile_m == self.tile_n,
-            "columns": self.tile_m == 64 and self.qk_columns % (32 * self.consumer_warpgroups) == 0,
+            "columns": self.tile_m == 64,
+            "transposed": self.qk_columns == 64 * self.consumer_warpgroups and not self.shared_keys,
         }
         if not fits.get(self.dq_split, False):
             raise ValueError(
-                f"dq_split must be 'rows' with tile_m = tile_n or 'columns' with tile_m 64, got {self.dq_split!r}, "
-                f"{self.tile_m} x {self.tile_n}"
+                "dq_split must be 'rows' with tile_m = tile_n, 'columns' with tile_m 64, or 'transposed' with at most "
+                f"64 columns of head_dim a warpgroup, got {self.dq_split!r}, {self.tile_m} x {self.tile_n}, head_dim "
+                f"{self.head_dim}"
             )
         accumulators = (self.dk_part + self.dv_part) // 2  # of a thread
         if accumulators > 128:

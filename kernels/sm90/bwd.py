@@ -393,11 +393,11 @@ class Bwd16Main:
         return g[None, n]
 
     def ring(self, barriers, stages: int, tx_bytes: int):
-        """A TMA ring: one producer thread arrives with the byte count, one lane of each consumer warp releases."""
+        """A TMA ring: one producer thread arrives with the byte count, all threads of the consumers release."""
         return pl.PipelineTmaAsync.create(
             num_stages=stages,
             producer_group=pl.CooperativeGroup(pl.Agent.Thread),
-            consumer_group=pl.CooperativeGroup(pl.Agent.Thread, 4 * self.cfg.consumer_warpgroups),
+            consumer_group=pl.CooperativeGroup(pl.Agent.Thread, 128 * self.cfg.consumer_warpgroups),
             tx_count=tx_bytes,
             barrier_storage=barriers,
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
@@ -421,7 +421,7 @@ class Bwd16Main:
         atom, s, g = tile
         s_row, g_row = row
         tile_m = self.cfg.tile_m
-        pipe.producer_acquire(state)  # waits until all consumer warps have released the stage
+        pipe.producer_acquire(state)  # waits until all consumers have released the stage
         barrier = pipe.producer_get_barrier(state)
         cute.copy(atom, self.box(g, m, tile_m, queries), s[None, state.index], tma_bar_ptr=barrier)
         with cute.arch.elect_one():

@@ -11,8 +11,8 @@ shared memory too, and each warpgroup makes dK and dV of half their columns.
 Rings (PipelineTmaAsync; an mbarrier pair "full" / "empty" for each stage):
 
     name  stages     producer              full: arrives, bytes                        empty: arrives
-    Q     q_stages   warp 0 of producer    TMA, tile_m * qk_columns * 2 + tile_m * 4   one lane of each consumer warp
-    dO    do_stages  warp 0 of producer    TMA, tile_m * v_columns * 2 + tile_m * 4    one lane of each consumer warp
+    Q     q_stages   warp 0 of producer    TMA, tile_m * qk_columns * 2 + tile_m * 4   all threads of the consumers
+    dO    do_stages  warp 0 of producer    TMA, tile_m * v_columns * 2 + tile_m * 4    all threads of the consumers
     K, V  1          warp 0 of producer    TMA, tile_n * columns * 2                   nobody
 
 One step of a warpgroup:
@@ -102,6 +102,8 @@ class BwdMainloop:
         cfg, warpgroups, smem = self.cfg, self.cfg.consumer_warpgroups, wg.OperandSource.SMEM
         if cfg.dq_split == "rows":
             op, atoms = self.op(cfg.qk_columns, smem, K_MAJOR, MN_MAJOR), (warpgroups, 1, 1)
+        elif cfg.dq_split == "transposed":  # dQ^T = K^T dS^T
+            op, atoms = self.op(cfg.tile_m, smem, MN_MAJOR, K_MAJOR), (warpgroups, 1, 1)
         else:
             op, atoms = self.op(cfg.qk_columns // warpgroups, smem, K_MAJOR, MN_MAJOR), (1, warpgroups, 1)
         return cute.make_tiled_mma(cute.make_mma_atom(op), atoms)
@@ -123,10 +125,11 @@ class BwdMainloop:
             gradients.append((a, mma.make_fragment_B(part.partition_B(transposed(s)))))
         mma = self.dq_mma()
         part = mma.get_slice(first)
-        dq = (
-            mma.make_fragment_A(part.partition_A(s_ds)),
-            mma.make_fragment_B(part.partition_B(transposed(s_k))),
-        )
+        if cfg.dq_split == "transposed":
+            a, b = transposed(s_k), s_ds
+        else:
+            a, b = s_ds, transposed(s_k)
+        dq = (mma.make_fragment_A(part.partition_A(a)), mma.make_fragment_B(part.partition_B(b)))
         return scores, dp, gradients, dq
 
     def new_scores(self) -> cute.Tensor:
@@ -147,6 +150,8 @@ class BwdMainloop:
     def new_dq(self) -> cute.Tensor:
         cfg = self.cfg
         extents = (cfg.tile_m, cfg.qk_columns)
+        if cfg.dq_split == "transposed":
+            extents = (cfg.qk_columns, cfg.tile_m)
         return cute.make_rmem_tensor(self.dq_mma().get_slice(0).partition_shape_C(extents), Float32)
 
     def new_operand(self) -> cute.Tensor:
@@ -336,6 +341,11 @@ class BwdMainloop:
                     cute.arch.fence_proxy("async")  # before the count that lets the next tile add
                     end_turn(turn)
 
+    def release(self, pipe, state) -> None:
+        """Arrive at the "empty" barrier of the stage. All threads do: each has read rows of lse2 or D that TMA writes
+        next, and an arrival of one lane would not order the reads of the others."""
+        pipe.sync_object_empty.arrive_mbarrier(state.index)
+
     # -- steps ------------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -402,9 +412,13 @@ class BwdMainloop:
             self.pack(s, words_p)
         self.pack(dp, words_ds)
 
+        if const_expr(cfg.dq_split == "transposed"):
+            # ahead of dV, or ptxas serialises the products of 80 queries
+            self.write_transposed(words_ds, s_ds, ds_stage, warpgroup)
         if const_expr(not (cfg.shared_keys or cfg.softcap)):
             self.issue_gradient(dv, words_p, dv_operands, stages_v, cfg.dv_part)
-        self.write_transposed(words_ds, s_ds, ds_stage, warpgroup)
+        if const_expr(cfg.dq_split != "transposed"):
+            self.write_transposed(words_ds, s_ds, ds_stage, warpgroup)
         cute.arch.fence_proxy("async.shared", space="cta")  # products read through the async proxy
         if const_expr(not cfg.dq_direct):
             # the thread that sends: dQ of the step before has left
@@ -415,10 +429,14 @@ class BwdMainloop:
         if const_expr(cfg.shared_keys):
             self.issue_gradient(dv, words_p, dv_operands, stages_v, cfg.dv_part)
         dq = self.new_dq()
-        self.issue(self.dq_mma(), dq, dq_a[None, None, None, ds_stage], dq_b, False)
+        if const_expr(cfg.dq_split == "transposed"):
+            dq_b = dq_b[None, None, None, ds_stage]
+        else:
+            dq_a = dq_a[None, None, None, ds_stage]
+        self.issue(self.dq_mma(), dq, dq_a, dq_b, False)
         self.issue_gradient(dk, words_ds, dk_operands, stages_k, cfg.dk_part)
         wg.wait_group(2)  # dV is complete
-        pipe_do.consumer_release(state_do)  # one lane of each warp: it reads this dO no more
+        self.release(pipe_do, state_do)  # all threads: they read this dO and D no more
         wg.wait_group(1)  # dQ is complete
         turn = (Int64(0), Int32(0))
         if const_expr(cfg.deterministic):
@@ -426,7 +444,7 @@ class BwdMainloop:
             turn = (g_turns[m, None].iterator.toint() + Int64(warpgroup * 4), place[5] - first)
         self.send_dq(dq, s_dq, g_dq[m, None].iterator.toint(), turn, warpgroup)
         wg.wait_group(0)  # dK is complete
-        pipe_q.consumer_release(state_q)  # likewise this Q
+        self.release(pipe_q, state_q)  # likewise this Q and lse2
         state_q.advance()
         state_do.advance()
         return state_q, state_do
