@@ -339,7 +339,8 @@ def launch_forward16_split(
     """
     batch, seqlen_q, heads_q, head_dim_v = out.shape
     device = q.device
-    q, *factors = launch._factors16(q, softmax_scale, softcap)
+    q_factor, *factors = launch._factors16(softmax_scale, softcap)
+    q = q if q_factor is None else q * q_factor
     workspace = torch.empty(
         splits * q.shape[0] * heads_q * (head_dim_v + 2), dtype=torch.float32, device=device
     )

@@ -227,10 +227,11 @@ def test_next_process_loads_from_disk(config: str, args: str, cache_folder: Path
 def test_command_fills_the_cache(
     cache_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of the five kernels that the default recipe wants for one head_dim and dtype, and again from disk."""
+    """Two of the six kernels that the default recipe wants for one head_dim and dtype, and again from disk."""
     wanted = compiler._chosen(["default"], [(64, 64)], ["bf16"], ["full", "causal"], [frozenset()], [1])
     assert [config.name for config in wanted] == [
         tiles.quantize_config(PRESETS["default"], 64, 64, "bf16").name,
+        tiles.forward_config(64, 64, "int8", False, "code", "bf16", seqlen_k=tiles.SHORT_KEYS).name,
         tiles.forward_config(64, 64, "int8", False, "code", "bf16").name,
         tiles.forward_config(64, 64, "int8", True, "code", "bf16", seqlen_k=tiles.SHORT_KEYS).name,
         tiles.forward_config(64, 64, "int8", True, "code", "bf16").name,
