@@ -193,11 +193,13 @@ def test_troubleshooting_quotes_messages_as_they_are(monkeypatch: pytest.MonkeyP
         return x().requires_grad_()
 
     monkeypatch.setattr(cute_attn.api, "_warned", False)
+    monkeypatch.setattr(cute_attn.problem, "_warned", False)
     monkeypatch.delattr("torch.nn.attention.register_flash_attention_impl", raising=False)
     mask = torch.ones(1, 1, 9, 9, dtype=torch.bool)
     ends = torch.tensor([0, 9], dtype=torch.int32)
     fp8 = functools.partial(cute_attn.fp8_attention, backend="emulator")
     calls: list[Callable[[], object]] = [
+        lambda: cute_attn.flash_attn_func(x(), x(), x(), backend="sm80"),
         lambda: cute_attn.flash_attn_func(x(), x(), x()),
         lambda: validate.check_backend("sm90", (8, 0)),
         lambda: cute_attn.fp8_attention(x(), x(), x()),
