@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
@@ -35,7 +34,7 @@ from cute_attn.quantize import (
 )
 from cute_attn.remember import Key, Remembered
 from cute_attn.tiles import transpose_config
-from cute_attn.tracing import caller_level, untraced
+from cute_attn.tracing import untraced, warn_once
 
 if TYPE_CHECKING:
     from cute_attn.launch import Forward
@@ -789,18 +788,10 @@ def _empty_result(problem: Problem, device: torch.device, sinks: Tensor | None) 
     return out, lse if sinks is None else lse.copy_(sinks[:, None])
 
 
-_warned = False
-
-
 def _warn_emulator(reason: str) -> None:
     """Say once that "auto" did not mean a GPU kernel, and why."""
-    global _warned
-    if _warned:
-        return
-    _warned = True
-    warnings.warn(
+    warn_once(
+        "emulator",
         f"cute_attn runs the emulator of its Hopper kernel, because {reason}. The emulator "
         "reproduces the kernel's rounding, not its speed. To silence this warning pass backend='emulator'.",
-        UserWarning,
-        stacklevel=caller_level(),
     )

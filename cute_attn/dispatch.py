@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import api, flash, validate
-from cute_attn.problem import ARCHS, CAPABILITIES, device_capability
+from cute_attn.problem import ARCHS, CAPABILITIES, device_capability, dotted
 from cute_attn.quantize import PRESETS, Fp8Recipe, resolve_recipe
 from cute_attn.remember import Remembered
 from cute_attn.tracing import caller_level
@@ -210,9 +210,7 @@ def _choose(
     else:
         validate.check_backend(backend, capability)
     if backend == "auto" and (capability is None or capability[0] != 9):
-        where = (
-            q.device if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
-        )
+        where = q.device if capability is None else f"a GPU of compute capability {dotted(capability)}"
         if capability not in ARCHS:
             need = f"the kernels need a GPU of compute capability {CAPABILITIES}"
             return Choice(TORCH, "torch", f"q is on {where}, and {need}")
@@ -323,11 +321,7 @@ def is_supported(
         capability = torch.cuda.get_device_capability() if there else None
     hopper = capability is not None and capability[0] == 9
     if not hopper and (capability not in ARCHS or precision != EXACT):
-        where = (
-            "there is no NVIDIA GPU"
-            if capability is None
-            else f"the GPU is of {capability[0]}.{capability[1]}"
-        )
+        where = "there is no NVIDIA GPU" if capability is None else f"the GPU is of {dotted(capability)}"
         allowed = CAPABILITIES if precision == EXACT else "9.x (Hopper: H100, H200)"
         return Support(False, f"{where}; allowed: compute capability {allowed}")
     if attn_mask:

@@ -1,7 +1,8 @@
 """Memory of a GPU by the shortest way: torch's caching allocator without its dispatcher.
 
 The functions of torch are those that its own compiler's code calls. They take the current device, which callers compare
-with the one that they want. In a torch without CUDA they are missing, and nothing asks for them.
+with the one that they want. In a torch without CUDA they are missing, and nothing asks for them. They are private to
+torch: one that has CUDA and lacks them says so at the first call.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ __all__ = ["current_device", "new_empty", "raw_alloc", "raw_delete", "raw_stream
 
 
 def _missing(*args: object) -> Any:
-    raise RuntimeError("this torch was built without CUDA")
+    raise RuntimeError(
+        f"torch {torch.__version__} lacks functions of its CUDA allocator that cute_attn calls: it was built without "
+        "CUDA, or has changed them"
+    )
 
 
 current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", _missing)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cute_attn.kernels.config import SMEM_LIMIT, Fwd16Config, Fwd16Sm80Config, FwdConfig, QuantizeConfig
-from cute_attn.problem import ARCHS, Features, Problem
+from cute_attn.problem import ARCHS, Features, Problem, dotted
 from cute_attn.quantize import Fp8Recipe
 from cute_attn.tiles import DTYPE_NAMES, find_tile, forward_config, quantize_config
 from cute_attn.validate import check_backend
@@ -305,7 +305,7 @@ def choose_backend(capability: tuple[int, int] | None, backend: str) -> tuple[st
             "emulator",
             "the tensors are not on an NVIDIA GPU, and the kernels need one of Hopper's (H100, H200)",
         )
-    where = f"compute capability {capability[0]}.{capability[1]}"
+    where = f"compute capability {dotted(capability)}"
     if capability[0] != 9:
         also = "; flash_attn_func has a 16-bit kernel for it" if capability in ARCHS else ""
         return "emulator", f"the GPU has {where}, and the kernels need 9.x (Hopper: H100, H200){also}"

@@ -31,7 +31,7 @@ from cute_attn.plan import (
     work_tiles,
 )
 from cute_attn.plan_sm80 import forward16_sm80_choice
-from cute_attn.problem import ARCHS, CAPABILITIES
+from cute_attn.problem import ARCHS, CAPABILITIES, dotted
 from cute_attn.tiles import DTYPE_NAMES
 
 SHORT_QUERIES: Final = 2048
@@ -521,7 +521,7 @@ def _backend16(capability: tuple[int, int] | None, backend: str) -> tuple[str, s
                 "reference",
                 f"the tensors are not on an NVIDIA GPU; the kernels need one of {CAPABILITIES}",
             )
-        where = f"the GPU has compute capability {capability[0]}.{capability[1]}"
+        where = f"the GPU has compute capability {dotted(capability)}"
         if capability in ARCHS:
             return "sm80", f"{where}, without the WGMMA of the Hopper kernel"
         return "reference", f"{where}, and the kernels need {CAPABILITIES}"

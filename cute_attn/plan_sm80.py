@@ -172,7 +172,7 @@ TILES_SM80: Final = (
     TileSm80(columns=256, warps=8, ctas=1, why="O of 32 rows a warp would not fit into registers"),
     TileSm80(columns=256, tile_m=64, ctas=1, why="all that shared memory holds"),
 )
-"""Rows in order: the first that serves a problem is taken. """
+"""Rows in order: the first that serves a problem is taken."""
 
 
 @functools.lru_cache(maxsize=4096)

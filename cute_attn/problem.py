@@ -6,7 +6,6 @@ A `Problem` holds no tensor, so it can be hashed, cached, and written by hand fo
 from __future__ import annotations
 
 import functools
-import warnings
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.quantize import Fp8Recipe, QuantizedQKV
-from cute_attn.tracing import caller_level
+from cute_attn.tracing import warn_once
 
 
 @dataclass(frozen=True)
@@ -186,25 +185,22 @@ def device_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
+def dotted(capability: tuple[int, int]) -> str:
+    """(9, 0) as "9.0"."""
+    return f"{capability[0]}.{capability[1]}"
+
+
 def place_text(device: torch.device, capability: tuple[int, int] | None) -> str:
     """Where a tensor is, for messages: "device cuda:0, a GPU of compute capability 7.5"."""
-    kind = "" if capability is None else f", a GPU of compute capability {capability[0]}.{capability[1]}"
+    kind = "" if capability is None else f", a GPU of compute capability {dotted(capability)}"
     return f"device {device}{kind}"
-
-
-_warned = False
 
 
 def warn_reference(name: str, place: str) -> None:
     """Say once that "auto" did not mean a kernel, as the tensor called `name` is where there is none: `place_text`."""
-    global _warned
-    if _warned:
-        return
-    _warned = True
-    warnings.warn(
+    warn_once(
+        "reference",
         f"cute_attn runs plain PyTorch in float32, with all scores in memory, because {name} is on "
         f"{place}, and the 16-bit kernels need a GPU of compute capability {CAPABILITIES}. To silence this warning "
         "pass backend='reference'.",
-        UserWarning,
-        stacklevel=caller_level(),
     )

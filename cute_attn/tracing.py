@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
 
-__all__ = ["caller_level", "untraced"]
+__all__ = ["caller_level", "untraced", "warn_once"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -43,3 +44,13 @@ def caller_level() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "cute_attn":
         frame, level = frame.f_back, level + 1
     return level
+
+
+_said: set[str] = set()
+
+
+def warn_once(kind: str, message: str) -> None:
+    """A UserWarning that names the line that called this package, the first time that one of its kind comes up."""
+    if kind not in _said:
+        _said.add(kind)
+        warnings.warn(message, UserWarning, stacklevel=caller_level())

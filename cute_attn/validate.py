@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.kernels.config import HEAD_DIMS
+from cute_attn.problem import dotted
 from cute_attn.quantize import K_GROUP, V_BLOCK, Fp8Recipe, QuantizedQKV
 
 IN_DTYPES: Final = (torch.float16, torch.bfloat16)
@@ -227,16 +228,12 @@ def check_backend(backend: object, capability: tuple[int, int] | None) -> None:
         where = (
             "a device that is no NVIDIA GPU"
             if capability is None
-            else f"a GPU of compute capability {_dotted(capability)}"
+            else f"a GPU of compute capability {dotted(capability)}"
         )
         raise ValueError(
             f"backend is 'sm90' but q is on {where}; allowed: a GPU of compute capability 9.x (Hopper: H100, "
             "H200), or backend='emulator'"
         )
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
 
 
 def check_causal(causal: object) -> bool:

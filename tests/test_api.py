@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_attn
-from cute_attn import Fp8Recipe, QuantizedQKV, api
+from cute_attn import Fp8Recipe, QuantizedQKV, api, tracing
 from cute_attn.quantize import PRESETS, permute_v, quantize_reference
 from cute_attn.reference import attention
 from cute_attn.remember import Remembered
@@ -37,7 +37,7 @@ P_ERROR = {"code": 3.35e-2, "ex2": 2.8e-2, "cast": 2.85e-2}
 def fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call remembered, no warning given yet."""
     monkeypatch.setattr(api, "_calls", Remembered())
-    monkeypatch.setattr(api, "_warned", False)
+    monkeypatch.setattr(tracing, "_said", set())
 
 
 class Shape(NamedTuple):
@@ -476,7 +476,7 @@ def test_auto_says_once_that_it_chose_the_emulator() -> None:
         lambda: cute_attn.fp8_attention_quantized(codes),
         lambda: cute_attn.flash_attn_fp8_func(*e4m3),
     ):
-        api._warned = False
+        tracing._said.clear()
         with pytest.warns(
             UserWarning, match=r"the emulator .* not on an NVIDIA GPU.* backend='emulator'"
         ) as caught:

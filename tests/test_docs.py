@@ -192,8 +192,7 @@ def test_troubleshooting_quotes_messages_as_they_are(monkeypatch: pytest.MonkeyP
     def grad() -> torch.Tensor:
         return x().requires_grad_()
 
-    monkeypatch.setattr(cute_attn.api, "_warned", False)
-    monkeypatch.setattr(cute_attn.problem, "_warned", False)
+    monkeypatch.setattr(cute_attn.tracing, "_said", set())
     monkeypatch.delattr("torch.nn.attention.register_flash_attention_impl", raising=False)
     mask = torch.ones(1, 1, 9, 9, dtype=torch.bool)
     ends = torch.tensor([0, 9], dtype=torch.int32)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import cute_attn
-from cute_attn import api, fp8_varlen, launch, launch_varlen
+from cute_attn import fp8_varlen, launch, launch_varlen, tracing
 from cute_attn.flash_varlen import reference_varlen
 from cute_attn.fp8_varlen import fp8_attention_varlen, fp8_attention_varlen_kernel
 from cute_attn.kernels.config import (
@@ -127,7 +127,7 @@ def test_lengths_without_rows_or_keys() -> None:
 
 
 def test_emulator_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_warned", False)
+    monkeypatch.setattr(tracing, "_said", set())
     with pytest.warns(UserWarning, match="because the tensors are not on an NVIDIA GPU") as found:
         fp8_attention_varlen(**inputs(((2, 3),)))
     assert found[0].filename == __file__

@@ -14,7 +14,7 @@ from compiled import figures_of, no_spills
 from torch import Tensor
 
 import cute_attn
-from cute_attn import dispatch, flash, flash_varlen, kv, plan_sm80, problem
+from cute_attn import dispatch, flash, flash_varlen, kv, plan_sm80, tracing
 from cute_attn.compile import KernelFigures
 from cute_attn.kernels.config import HEAD_DIMS_16BIT, SM80_ARCHS, Fwd16Sm80Config
 from cute_attn.kernels.sm80 import tile as tile_module
@@ -210,7 +210,7 @@ def test_auto_runs_the_reference_where_there_is_no_kernel(
         monkeypatch.setattr(module, "device_capability", lambda device: capability)
     for module in (flash, flash_varlen):
         monkeypatch.setattr(module, "_plans", Remembered())
-    monkeypatch.setattr(problem, "_warned", False)
+    monkeypatch.setattr(tracing, "_said", set())
     q, k, v = (torch.randn_like(x) for x in tensors(5, 7, 32))
     named = "" if capability is None else f", a GPU of compute capability {capability[0]}.{capability[1]}"
     need = "the 16-bit kernels need a GPU of compute capability 8.0 to 8.9, 9.x or 12.x"
