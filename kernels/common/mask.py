@@ -59,7 +59,7 @@ def clear_empty_rows(out: list, columns, limits, cfg: FwdConfig):
 
     A branch of the warp, as a selection for each element would cost all tiles as much as the division.
     """
-    empty = (sees_keys(limits, 0, cfg) & sees_keys(limits, 1, cfg)) == False  # noqa: E712
+    empty = not (sees_keys(limits, 0, cfg) and sees_keys(limits, 1, cfg))
     if cute.arch.vote_any_sync(empty):
         for r in cutlass.range_constexpr(2):
             seen = sees_keys(limits, r, cfg)

@@ -346,9 +346,9 @@ class FwdSm90:
                 else:
                     for r in cutlass.range(rounds, unroll=1):
                         at = self.tile(r, order)
-                        # by all lanes, as any of them may be the one that announces Q of this tile
-                        for i in cutlass.range_constexpr(4):
-                            places[i, r & (self.places - 1)] = at[i]
+                        with cute.arch.elect_one():  # the lane that announces Q of this tile, and so releases this
+                            for i in cutlass.range_constexpr(4):
+                                places[i, r & (self.places - 1)] = at[i]
                         at = (*at[:3], Int32(0), seqlen_q, Int32(0), seqlen_k, at[3])
                         state_q, state = self.load_tile(at, loads, pipes, (state_q, state), window, splits)
                 # The producer may not leave before its last loads have been consumed, by the other CTA of its cluster,
