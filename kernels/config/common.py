@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from .forward import _Forward
@@ -87,9 +87,13 @@ def line_columns(columns: int) -> int:
     return 64 if padded_columns(columns) % 64 == 0 else 32
 
 
-def aligned_bytes(*parts: int) -> int:
-    """Bytes of tiles in shared memory, behind 1 KiB of barriers; swizzle atoms repeat every 1 KiB at most."""
-    return 1024 + sum(-(-part // 1024) * 1024 for part in parts)
+BARRIER_BYTES: Final = 384  # of shared memory at most, in front of all else: barriers, and where tiles are
+
+
+def aligned_bytes(*parts: int, words: int = 0) -> int:
+    """Bytes of tiles in shared memory, behind barriers and `words` of 4 bytes; swizzle atoms repeat every 1 KiB at
+    most."""
+    return sum(-(-part // 1024) * 1024 for part in (BARRIER_BYTES + 4 * words, *parts))
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,11 @@ class _Forward:
         return 2 if self._smem_bytes(2) <= SMEM_LIMIT else 1
 
     @property
+    def side_words(self) -> int:
+        """Numbers in shared memory that a tile begins with, beside Q, K and V; see `Fp8Policy.stage_inputs`."""
+        return 0
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA."""
         return self._smem_bytes(self.q_stages)
@@ -186,13 +191,17 @@ class FwdConfig(_Forward):
             f"_m{self.tile_m}n{self.tile_n}k{self.kv_stages}{parts}{regs}"
         )
 
+    @property
+    def side_words(self) -> int:
+        return 0 if self.varlen else self.tile_m + self.k_groups + 1
+
     def _smem_bytes(self, q_stages: int) -> int:
-        """1 KiB of barriers and alignment, Q, K ring, V^T ring with its sum rows, O."""
+        """Barriers and what a tile begins with, Q, K ring, V^T ring with its sum rows, O."""
         q = q_stages * self.tile_m * self.head_dim_padded
         k = self.kv_stages * self.tile_n * self.head_dim_padded
         v = self.kv_stages * self.tile_n * (self.head_dim_v + SUM_ROWS)
         o = self.tile_m * self.head_dim_v * 2
-        return aligned_bytes(q, k, v, o)
+        return aligned_bytes(q, k, v, o, words=self.side_words)
 
     def check(self) -> None:
         """Raise ValueError where the configuration cannot be built; the message names the limit."""
@@ -310,7 +319,7 @@ class Fwd16Config(_Forward):
         return aligned_bytes(q, k, v, self.tile_m * self.v_columns * 2)
 
     def _smem_bytes(self, q_stages: int) -> int:
-        """1 KiB of barriers and alignment, Q, K ring, V ring, O."""
+        """Barriers, Q, K ring, V ring, O."""
         return self._tiles(q_stages) - (self.tile_m * self.v_columns * 2 if self.o_direct else 0)
 
     def check(self) -> None:

@@ -89,9 +89,8 @@ class FwdSm90:
         self.policy = policy
         self.mainloop = mainloop
         self.out_type = ELEMENTS[cfg.out_dtype]
-        # Places of tiles in shared memory. The producer writes that of a tile when the loads of the one before are
-        # issued, and consumers may still read the one `q_stages` + 1 before that, to store its O.
-        self.places = STAGES if cfg.varlen else 4
+        # Places of tiles in shared memory. That of a tile is written when all consumers have begun the one before, and
+        # some may still be at the end of the one before that; with `varlen` see common/varlen.py.
 
     # -- host -------------------------------------------------------------------------------------------------
 
@@ -162,8 +161,9 @@ class FwdSm90:
             bar_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.q_stages]
             bar_k: cute.struct.MemRange[cutlass.Int64, 2 * cfg.kv_stages]
             bar_v: cute.struct.MemRange[cutlass.Int64, 2 * cfg.kv_stages]
-            bar_place: cute.struct.MemRange[cutlass.Int64, 2 * STAGES * cfg.varlen]
-            places: cute.struct.Align[cute.struct.MemRange[Int32, PLACE * self.places], 16]
+            bar_place: cute.struct.MemRange[cutlass.Int64, 2 * (STAGES if cfg.varlen else 1)]
+            places: cute.struct.Align[cute.struct.MemRange[Int32, PLACE * STAGES], 16]
+            side: cute.struct.Align[cute.struct.MemRange[Float32, cfg.side_words], 16]
             q: cute.struct.Align[cute.struct.MemRange[qk_type, cute.cosize(layout_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[qk_type, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[v_type, cute.cosize(layout_v)], 1024]
@@ -292,7 +292,7 @@ class FwdSm90:
         if cutlass.const_expr(not cfg.o_direct):
             s_o = storage.o.get_tensor(layout_o.outer, swizzle=layout_o.inner)  # (tile_m, d_v)
         qk_bytes, v_bytes = self.policy.qk_type.width // 8, self.policy.v_type.width // 8
-        places = storage.places.get_tensor(cute.make_layout((PLACE, self.places)))
+        places = storage.places.get_tensor(cute.make_layout((PLACE, STAGES)))
         pipes = (
             self.ring(storage.bar_q.data_ptr(), cfg.q_stages, tile_m * d * qk_bytes, shared=False),
             self.ring(storage.bar_k.data_ptr(), cfg.kv_stages, tile_n * d * qk_bytes, shared=True),
@@ -300,6 +300,11 @@ class FwdSm90:
         )
         if cutlass.const_expr(cfg.varlen):
             pipes = (*pipes, place_ring(storage.bar_place.data_ptr(), 4 * cfg.consumer_warpgroups))
+        else:
+            pipes = (*pipes, self.tile_ring(storage.bar_place.data_ptr()))
+        staged = ()
+        if cutlass.const_expr(cfg.side_words):
+            staged = (storage.side.get_tensor(cute.make_layout(cfg.side_words)),)
         self.policy.prepare(s_v, tid)
         # all CTAs of the cluster: none signals or fills another's ring before its mbarriers are initialised
         pl.pipeline_init_arrive(cluster_shape_mn=(cfg.cluster, 1), is_relaxed=True)
@@ -346,9 +351,6 @@ class FwdSm90:
                 else:
                     for r in cutlass.range(rounds, unroll=1):
                         at = self.tile(r, order)
-                        with cute.arch.elect_one():  # the lane that announces Q of this tile, and so releases this
-                            for i in cutlass.range_constexpr(4):
-                                places[i, r & (self.places - 1)] = at[i]
                         at = (*at[:3], Int32(0), seqlen_q, Int32(0), seqlen_k, at[3])
                         state_q, state = self.load_tile(at, loads, pipes, (state_q, state), window, splits)
                 # The producer may not leave before its last loads have been consumed, by the other CTA of its cluster,
@@ -357,6 +359,20 @@ class FwdSm90:
                 pipes[0].producer_tail(state_q)
                 pipes[1].producer_tail(state)
                 pipes[2].producer_tail(state_v)
+            elif warp_idx == 4 * cfg.consumer_warpgroups + 1 and cutlass.const_expr(not cfg.varlen):
+                slot = pl.make_pipeline_state(pl.PipelineUserType.Producer, 1)
+                for r in cutlass.range(rounds, unroll=1):
+                    m_block, head, batch, head_k = self.tile(r, order)
+                    blocks, passed, _, _, _ = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
+                    pipes[3].producer_acquire(slot)  # waits until all consumers have begun the tile before
+                    if cute.arch.lane_idx() == 0:
+                        for i, word in enumerate((m_block, head, batch, head_k)):
+                            places[i, r & (STAGES - 1)] = word
+                    if cutlass.const_expr(cfg.side_words):
+                        first_row, first = m_block * cfg.tile_m, blocks - passed - 1
+                        self.policy.stage_inputs(side, first_row, head, head_k, batch, first, *staged)
+                    pipes[3].producer_commit(slot)  # by all lanes, each for what it wrote
+                    slot.advance()
         else:
             cute.arch.setmaxregister_increase(cfg.consumer_regs)
             policy = self.policy
@@ -375,6 +391,7 @@ class FwdSm90:
             consume = lambda at, states: self.attend_tile(
                 at,
                 (places, seqlen_q, seqlen_k, group),
+                staged,
                 frags,
                 pipes,
                 states,
@@ -453,6 +470,7 @@ class FwdSm90:
         self,
         at,
         where,
+        staged,
         frags,
         pipes,
         states,
@@ -466,6 +484,7 @@ class FwdSm90:
 
         at      round of the tile, or with `varlen` the consumer's state of the ring of places
         where   see `place`
+        staged  (what `Fp8Policy.stage_inputs` writes,); () of 16 bits and with `varlen`
         output  (O in shared memory, its copy atom, O, lse); with `split_keys` the last are O and maxima of all parts
         splits  shares of the keys, with `split_keys`
         """
@@ -476,7 +495,8 @@ class FwdSm90:
         s_o, atom_o, m_o, m_lse = output
         index = at.index if cutlass.const_expr(cfg.varlen) else at
         if cutlass.const_expr(not cfg.varlen):
-            pipes[0].consumer_wait(states[0])  # TMA has filled Q, and the producer written the place before
+            slot = pl.PipelineState(1, Int32(0), Int32(0), at & 1)
+            pipes[3].consumer_wait(slot)  # the producer's second warp has written place and `staged`
         found = self.place(index, where)
         m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k, head_k = found[:8]
         row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
@@ -486,12 +506,13 @@ class FwdSm90:
         if cutlass.const_expr(cfg.split_keys):
             blocks, _ = split_blocks(blocks, found[8], splits)
         inputs = self.policy.tile_inputs(
-            side, softmax_scale_log2, row0, head, head_k, batch, seqlen_q, seqlen_k
+            side, softmax_scale_log2, row0, head, head_k, batch, seqlen_q, seqlen_k, *staged
         )
+        if cutlass.const_expr(not cfg.varlen):
+            pipes[3].consumer_release(slot)  # by each thread, for what it read
         state = self.policy.new_state()
         out = self.policy.new_output(tid)
-        if cutlass.const_expr(cfg.varlen):
-            pipes[0].consumer_wait(states[0])  # TMA has filled Q
+        pipes[0].consumer_wait(states[0])  # TMA has filled Q
         states = self.mainloop.consume(frags, inputs, (state, limits), out, pipes, states, blocks)
         # Read again, from a number that the compiler cannot know to be `index`: at head_dim_v 256 there
         # is no register to keep them in over the loop.
@@ -530,23 +551,23 @@ class FwdSm90:
 
         at     round of this CTA, or with `varlen` a stage of the ring of places
         where  (places, seqlen_q, seqlen_k, query heads or packs of a key head); places is that ring or, of which nobody
-               gives one back, those of the last `self.places` rounds
+               gives one back, those of the last `STAGES` rounds
         """
         places, seqlen_q, seqlen_k, group = where
-        # By the lane that gives back Q, or the place, so that no other's reads have to come before that.
         words = cute.make_rmem_tensor(PLACE if self.cfg.varlen else 4, Int32)
-        words.fill(0)
-        if cute.arch.lane_idx() == 0:
-            if cutlass.const_expr(self.cfg.varlen):
-                cute.autovec_copy(places[None, at], words)
-            else:
-                source = (places.iterator + (at & (self.places - 1)) * PLACE).align(16)
-                cute.autovec_copy(cute.make_tensor(source, words.layout), words)
-        count = (8 if self.cfg.split_keys else 7) if self.cfg.varlen else 4
-        found = [cute.arch.make_warp_uniform(cute.arch.shuffle_sync(words[i], 0)) for i in range(count)]
         if cutlass.const_expr(self.cfg.varlen):
+            words.fill(0)
+            if (
+                cute.arch.lane_idx() == 0
+            ):  # it gives the place back, so that no other's reads have to come before that
+                cute.autovec_copy(places[None, at], words)
+            count = 8 if self.cfg.split_keys else 7
+            found = [cute.arch.make_warp_uniform(cute.arch.shuffle_sync(words[i], 0)) for i in range(count)]
             found = (*found[:7], found[1] // group, *found[7:])
         else:
+            source = (places.iterator + (at & (STAGES - 1)) * PLACE).align(16)
+            cute.autovec_copy(cute.make_tensor(source, words.layout), words)
+            found = [cute.arch.make_warp_uniform(words[i]) for i in range(4)]
             found = (*found[:3], Int32(0), seqlen_q, Int32(0), seqlen_k, found[3])
         return found
 
@@ -590,6 +611,16 @@ class FwdSm90:
             left, right = window
             limits = (*limits, right, left)
         return row0, limits
+
+    def tile_ring(self, barriers):
+        """One stage for what a tile begins with: a warp of producers, all consumer threads. Without `varlen`."""
+        return pl.PipelineAsync.create(
+            num_stages=1,
+            producer_group=pl.CooperativeGroup(pl.Agent.Thread, 32),
+            consumer_group=pl.CooperativeGroup(pl.Agent.Thread, 128 * self.cfg.consumer_warpgroups),
+            barrier_storage=barriers,
+            defer_sync=True,
+        )
 
     def ring(self, barriers, stages: int, tx_bytes: int, shared: bool):
         """A TMA ring: one producer thread arrives with the byte count, one lane of each consumer warp releases.

@@ -283,12 +283,14 @@ class Mainloop8bit(Mainloop):
             plain_end = blocks
         state, _ = softmax_state
         k_scale, v_scale, k_scales = scales[1:4]
-        found, first_v_scale = self.load_scales(blocks - 1, scales)
-        v_scale[0] = state[3][0] = first_v_scale[0]
-        for g in cutlass.range_constexpr(self.cfg.k_groups):
-            # past the last group: what is found there must not make NaN of a masked score
-            seen = (blocks - 1) * self.cfg.k_groups + g < k_scales.shape[0]
-            k_scale[g] = found[g] if seen else Float32(1.0)
+        if const_expr(self.cfg.varlen):
+            found, first_v_scale = self.load_scales(blocks - 1, scales)
+            v_scale[0] = first_v_scale[0]
+            for g in cutlass.range_constexpr(self.cfg.k_groups):
+                # see `Fp8Policy.stage_inputs`
+                seen = (blocks - 1) * self.cfg.k_groups + g < k_scales.shape[0]
+                k_scale[g] = found[g] if seen else Float32(1.0)
+        state[3][0] = v_scale[0]
         for j in cutlass.range(masked, unroll=1):
             stage = self.step(
                 True, blocks - 1 - j, frags, scales, softmax_state, out, p, pipes, state_q, stage

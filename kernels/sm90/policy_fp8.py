@@ -30,7 +30,8 @@ from cutlass.cute.nvgpu import warpgroup as wg
 
 from ..common.mask import ROW_STEP, clear_empty_rows, first_hidden_key, first_key
 from ..common.scores import rows
-from ..config import CODE_BIAS, CODE_LSE_BIAS, CODE_UNIT, SUM_ROWS, FwdConfig
+from ..common.warp import copy_4_bytes_or_zeros
+from ..config import CODE_BIAS, CODE_LSE_BIAS, CODE_UNIT, SUM_ROWS, V_SCALE_GROUP, FwdConfig
 from .operands import opaque_zero, row_major_atom
 from .softmax_fp8 import F8, Fp8Softmax
 
@@ -107,6 +108,44 @@ class Fp8Policy(Fp8Softmax):
         cute.arch.fence_proxy("async.shared", space="cta")  # WGMMA reads through the async proxy
 
     @cute.jit
+    def stage_inputs(self, side, row0: Int32, head: Int32, head_k: Int32, batch: Int32, n: Int32, staged):
+        """Bring what a work tile begins with to shared memory, by one whole warp: from memory it would take as long
+        as a third of a key tile, for which nothing is under way to wait with.
+
+        staged (tile_m + tile_n / 64 + 1,) out: scales of its rows of Q, `row0` and on, of its first key tile n, and of
+               that one's V
+
+        lse_add, which the end of the tile wants, goes to L2.
+        """
+        m_q_scale, m_k_scale, m_v_scale, m_lse_add = side[:4]
+        cfg, g = self.cfg, self.cfg.pack_gqa
+        lane = cute.arch.lane_idx()
+        word = staged.iterator.toint() + 4 * lane
+        for i in cutlass.range(cfg.tile_m // 32, unroll=1):
+            row = row0 + 32 * i + lane
+            place = (cutlass.min(row // g, m_q_scale.shape[0] - 1), head * g + row % g, batch)
+            copy_4_bytes_or_zeros(
+                word + 128 * i, cute.domain_offset(place, m_q_scale).iterator.toint(), Int32(4)
+            )
+            cute.arch.inline_ptx(
+                "prefetch.global.L2 [{$r0}];",
+                read_only_args=[cute.domain_offset(place, m_lse_add).iterator.toint()],
+            )
+        word = word + 4 * cfg.tile_m
+        group = n * cfg.k_groups + lane
+        if lane < cfg.k_groups:
+            if group < m_k_scale.shape[0]:
+                source = cute.domain_offset((group, head_k, batch), m_k_scale)
+                copy_4_bytes_or_zeros(word, source.iterator.toint(), Int32(4))
+            else:  # what is found there must not make NaN of a masked score
+                staged[cfg.tile_m + lane] = Float32(1.0)
+        if lane == cfg.k_groups:
+            source = cute.domain_offset((n * cfg.tile_n // V_SCALE_GROUP, head_k, batch), m_v_scale)
+            copy_4_bytes_or_zeros(word, source.iterator.toint(), Int32(4))
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+
+    @cute.jit
     def tile_inputs(
         self,
         side,
@@ -117,10 +156,12 @@ class Fp8Policy(Fp8Softmax):
         batch: Int32,
         seqlen_q: Int32,
         seqlen_k: Int32,
+        staged=None,
     ):
         """What the softmax of a work tile reads: (scales of this thread's two rows of Q, with all that multiplies a
         score; scales of K; of V), and with softcap or ALiBi what `adjust` wants.
 
+        staged is what `stage_inputs` wrote; it is not there with `varlen`, and scales of keys then come later.
         side is (q_scale, k_scale, v_scale, lse_add, softmax_scale, slopes, sinks, softcap_factor, window_left,
         window_right), each of the first four (rows or groups, heads, batch). What a configuration has no use for is
         None.
@@ -129,15 +170,23 @@ class Fp8Policy(Fp8Softmax):
         cfg, g = self.cfg, self.cfg.pack_gqa
         q_scale = cute.make_rmem_tensor(2, Float32)
         for i in cutlass.range_constexpr(2):
-            row = row0 + ROW_STEP * i
-            query = cutlass.min(row // g, seqlen_q - 1)
-            if const_expr(cfg.softcap):
-                q_scale[i] = m_q_scale[query, head * g + row % g, batch] * softcap_factor
+            if const_expr(cfg.varlen):
+                row = row0 + ROW_STEP * i
+                query = cutlass.min(row // g, seqlen_q - 1)
+                scale = m_q_scale[query, head * g + row % g, batch]
             else:
-                scale = m_q_scale[query, head * g + row % g, batch] * softmax_scale_log2
-                q_scale[i] = scale * Float32(self.score_unit)
+                tid, _, _ = cute.arch.thread_idx()
+                scale = staged[tid // 32 * 16 + tid % 32 // 4 + ROW_STEP * i]
+            if const_expr(cfg.softcap):
+                q_scale[i] = scale * softcap_factor
+            else:
+                q_scale[i] = scale * softmax_scale_log2 * Float32(self.score_unit)
         # of the key tile to come, see `Mainloop8bit.load_scales`
         k_scale, v_scale = cute.make_rmem_tensor(cfg.k_groups, Float32), cute.make_rmem_tensor(1, Float32)
+        if const_expr(not cfg.varlen):
+            for i in cutlass.range_constexpr(cfg.k_groups):
+                k_scale[i] = staged[cfg.tile_m + i]
+            v_scale[0] = staged[cfg.tile_m + cfg.k_groups]
         inputs = (q_scale, k_scale, v_scale, m_k_scale[None, head_k, batch], m_v_scale[None, head_k, batch])
         if const_expr(cfg.softcap):
             constant = cute.make_rmem_tensor(2, Float32)
