@@ -18,7 +18,8 @@ first. One code, the distance of two e4m3 bytes, is an eighth of an octave; `cod
            z     = fma(S, f_g, shift) ;  top = max z                shift = (CODE_BIAS - 8 m) U
            the row moves if top > 126.5 U, or if it has no m yet (its shift is then that of m = 0 and 2^-10 U,
            which no m gives) and sees a key here:
-               octaves = (top / U - CODE_BIAS) / 8, rounded to an integer if |octaves| < 2^22
+               octaves = (top / U - CODE_BIAS) / 8, rounded to an integer if |octaves| < 2^22, 1 more at the row's
+                         first keys
                m      += octaves ;  corr = 2^-octaves, 1 at the row's first keys
                z       = (z - top) + place                          place = top - 8 U octaves,
                                                                     or CODE_BIAS U if |octaves| >= 2^22
@@ -41,7 +42,7 @@ taken into Q (`with_positive_scale`).
 
 P is held times 2^lift. Lifted by 8 its largest value is below e4m3's 448 and the smallest that does not
 become 0 is about 2^-18 of the largest. Lifted by 7 it leaves m room to lag the row's maximum by 1.8 octaves,
-and the smallest is about 2^-14 to 2^-16. Not lifted (the naive way), P below 2^-10 is lost and P below 2^-6
+and the smallest is about 2^-13 to 2^-16. Not lifted (the naive way), P below 2^-10 is lost and P below 2^-6
 is rounded as a subnormal.
 
 A row that sees no key has output 0 and lse -inf. One that sees keys and has l = 0 has left float32's range:
@@ -77,6 +78,7 @@ from cute_attn.kernels.config import (
     CODE_LSE_BIAS,
     CODE_MAX,
     CODE_UNIT,
+    FIRST_ABOVE,
     LIFT,
     ROUND_LIMIT,
     SMALLEST_FACTOR,
@@ -504,7 +506,8 @@ def _codes(scores: Tensor, factor: Tensor, shift: Tensor, check_keys: int) -> tu
         unset = shift == UNSET_SHIFT
         moves = torch.where(unset, top != -math.inf, ~(top <= CODE_MAX * CODE_UNIT))  # NaN moves
         if bool(moves.any()):
-            octaves = _integral((top / CODE_UNIT - CODE_BIAS) * 0.125).masked_fill(~moves, 0.0)
+            octaves = _integral((top / CODE_UNIT - CODE_BIAS) * 0.125) + torch.where(unset, FIRST_ABOVE, 0.0)
+            octaves = octaves.masked_fill(~moves, 0.0)
             fall = octaves * (8.0 * CODE_UNIT)
             corr = corr * torch.where(unset, 1.0, torch.exp2(-octaves))
             shift = torch.where(moves, shift.masked_fill(unset, CODE_BIAS * CODE_UNIT) - fall, shift)

@@ -45,13 +45,13 @@ def check_lse(
         doubled: float64 lse of twice the scores, without sinks; -inf for a row without keys.
         qk_dtype: "int8" or "e4m3".
         where: for the message.
-        keys: of a row, where they are so many that what rounds to 0 counts: at most 2^-14 of the largest weight each.
+        keys: of a row, where they are so many that what rounds to 0 counts: at most 2^-13 of the largest weight each.
     """
     seen = doubled != -torch.inf
     if not bool(seen.any()):
         return
     deviation = deviation_of(exact[seen], doubled[seen])  # times 1 / P_DEVIATION, at least the largest weight
-    allowed = DEVIATIONS * deviation + REST + keys * 2.0**-14 * deviation / P_DEVIATION
+    allowed = DEVIATIONS * deviation + REST + keys * 2.0**-13 * deviation / P_DEVIATION
     error = (lse.double() - exact)[seen]
     worst = int((error.abs() - allowed).argmax())
     at = seen.nonzero()[worst].tolist()

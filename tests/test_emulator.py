@@ -14,7 +14,15 @@ from torch import Tensor
 from cute_attn import emulator
 from cute_attn.emulator import _codes, _hopper_matmul, emulate_forward, p_code
 from cute_attn.kernels import config
-from cute_attn.kernels.config import CODE_BIAS, CODE_LSE_BIAS, CODE_MAX, CODE_UNIT, LIFT, UNSET_SHIFT
+from cute_attn.kernels.config import (
+    CODE_BIAS,
+    CODE_LSE_BIAS,
+    CODE_MAX,
+    CODE_UNIT,
+    FIRST_ABOVE,
+    LIFT,
+    UNSET_SHIFT,
+)
 from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV, from_fp8, quantize_reference
 
 E4M3 = torch.float8_e4m3fn
@@ -207,7 +215,7 @@ def test_rising_logits_move_the_reference_within_a_tile(check_keys: int) -> None
     assert torch.equal(m, m.round())
     lag = log2_p.amax(dim=1) - m
     assert bool((lag <= (CODE_MAX - CODE_BIAS) / 8).all())
-    first = log2_p[:, :check_keys].amax(dim=1).round()
+    first = log2_p[:, :check_keys].amax(dim=1).round() + FIRST_ABOVE
     assert bool((m >= first + 20).all())
     assert torch.equal(corr, torch.exp2(first - m))
     z = 8 * (log2_p - m[:, None]) + CODE_BIAS
@@ -235,17 +243,21 @@ def test_a_row_is_set_at_its_first_visible_keys(check_keys: int) -> None:
     log2_p[1, 40:] = torch.linspace(-1000.25, -1000.0, 88)
     log2_p[2, 100:] = 300.0
     codes, m, corr = codes_of(log2_p, check_keys)
-    assert m.tolist() == [-(2.0**-13), -1000.0, 300.0]  # the first still bears the mark of an unset row
+    assert m.tolist() == [
+        -(2.0**-13),
+        -1000.0 + FIRST_ABOVE,
+        300.0 + FIRST_ABOVE,
+    ]  # the first still bears the mark of an unset row
     assert torch.equal(corr, torch.ones(3))  # there is nothing to rescale at the first keys
     assert not codes[0].any() and not codes[1, :40].any() and not codes[2, :100].any()
-    assert set(codes[1, 40:].tolist()) == {110, 111, 112} and set(codes[2, 100:].tolist()) == {112}
+    assert set(codes[1, 40:].tolist()) == {102, 103, 104} and set(codes[2, 100:].tolist()) == {104}
 
 
 def test_equal_keys_of_one_check_are_equal_however_huge() -> None:
     for log2_p in (-(2.0**60), -(2.0**22) - 3, 2.0**19 + 0.5, 2.0**21 + 1.25, 2.0**23 + 5, 2.0**90):
         codes, m, _ = codes_of(torch.full((1, 64), log2_p), 64)
-        assert len(set(codes[0].tolist())) == 1 and 107 <= int(codes[0, 0]) <= 116
-        assert abs(float(m[0]) - log2_p) <= 0.5 + 2.0**-22 * abs(log2_p)
+        assert len(set(codes[0].tolist())) == 1 and 107 - 8 * FIRST_ABOVE <= int(codes[0, 0]) <= 116
+        assert abs(float(m[0]) - FIRST_ABOVE - log2_p) <= 0.5 + 2.0**-22 * abs(log2_p)
 
 
 # -- against float64 -----------------------------------------------------------------------------------------

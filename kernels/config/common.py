@@ -44,6 +44,9 @@ LIFT = {"code": 7.0, "ex2": 8.0, "cast": 0.0}
 CODE_UNIT = 2.0**-24
 # 55.65625 = 56 - 0.34375 centres the rounding of the bent fraction; as a multiple of 2^-5 it is exact beside 8 m.
 CODE_BIAS = 8.0 * LIFT["code"] + 55.65625
+# A row's first reference is an octave above what its first keys ask for. Of later keys many are a little larger: with
+# like scores one row in 50 outgrew it every 64 keys, and a warp has 16.
+FIRST_ABOVE = 1.0
 CODE_MAX = 126.5  # what rounds to 126 = 448; 127 is e4m3's NaN
 # log of the mean of (rounded P) / P over a period of the code map; lse subtracts it. A test derives it.
 CODE_LSE_BIAS = 0.009782217323564284
@@ -87,7 +90,7 @@ def line_columns(columns: int) -> int:
     return 64 if padded_columns(columns) % 64 == 0 else 32
 
 
-BARRIER_BYTES: Final = 384  # of shared memory at most, in front of all else: barriers, and where tiles are
+BARRIER_BYTES: Final = 240  # of shared memory, at most, in front of all else: barriers, and where tiles are
 
 
 def aligned_bytes(*parts: int, words: int = 0) -> int:

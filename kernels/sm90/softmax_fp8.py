@@ -37,6 +37,7 @@ from ..config import (
     CODE_BIAS,
     CODE_MAX,
     CODE_UNIT,
+    FIRST_ABOVE,
     K_SCALE_GROUP,
     LIFT,
     ROUND_LIMIT,
@@ -252,7 +253,7 @@ class Fp8Softmax:
             octaves = self.integral(excess)
             fits = top <= Float32(CODE_MAX * CODE_UNIT)  # not for NaN
             if unset:
-                octaves = octaves if seen else Float32(0.0)
+                octaves = octaves + Float32(FIRST_ABOVE) if seen else Float32(0.0)
             else:
                 octaves = Float32(0.0) if fits else octaves
                 rescale[r] = rescale[r] * cute.math.exp2(-octaves, fastmath=True)
