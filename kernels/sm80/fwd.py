@@ -225,7 +225,10 @@ class Fwd16bitSm80:
         lane = tid % 32
         warp = cute.arch.make_warp_uniform(tid // 32)
         window = self.softmax.window(side)
-        blocks, _, masked, plain_end, first = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
+        of_mask = m_block
+        if const_expr(cfg.causal and not cfg.varlen):
+            of_mask = cute.arch.make_warp_uniform(m_block)  # what follows from it takes no registers of each thread
+        blocks, _, masked, plain_end, first = key_blocks(of_mask, seqlen_q, seqlen_k, window, cfg)
         steps = blocks - first
 
         self.load_q(m_q, m_block, head, batch, first_row, seqlen_q, base, tid)
@@ -426,8 +429,13 @@ class Fwd16bitSm80:
             acc = s[None, None, mt]
             self.softmax.adjust(acc, n, work.inputs[mt])
             if masking:
-                column0 = n * cfg.tile_n + cute.arch.lane_idx() % 4 * 2
-                mask_scores(rows(acc), work.limits[mt], column0, cfg)
+                lane = cute.arch.lane_idx()
+                limits = work.limits[mt]
+                if cfg.causal or cfg.window:
+                    # The lane's own, of which the compiler cannot know that it is the same in each step: else it keeps
+                    # the limits of all rows over the loop, for which there are no registers.
+                    limits = (cute.arch.shuffle_sync(limits[0], lane), *limits[1:])
+                mask_scores(rows(acc), limits, n * cfg.tile_n + lane % 4 * 2, cfg)
             self.softmax.softmax(masking, acc, work.states[mt], work.inputs[mt][0])
         pair = bf16_pair if cfg.dtype == "bf16" else fp16_pair
         p = [  # P, rounded: A fragments of 16 keys and rows
