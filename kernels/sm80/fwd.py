@@ -28,7 +28,8 @@ its softmax. It computes S = Q K^T of tile_n keys by m16n8k16 products, makes P 
 operand of P V wants it, and adds P V to O in registers. 32 rows use each fragment of K and V that ldmatrix brings
 twice, for shared memory would otherwise be busier than the tensor cores. Softmax: common/softmax_16bit.py.
 
-Shared memory: Q (tile_m rows), the stages of K and of V (tile_n rows each), see tile.py. O is staged where Q was.
+Shared memory: Q (tile_m rows), the stages of K and of V (tile_n rows each), see tile.py, and where the tile is, for its
+end. O is staged where Q was.
 cp.async fills it; the thread that copies waits for its own copies, and a barrier of the CTA makes them everybody's.
 With two stages, step j of the loop over key tiles is
 
@@ -227,7 +228,9 @@ class Fwd16bitSm80:
         window = self.softmax.window(side)
         of_mask = m_block
         if const_expr(cfg.causal and not cfg.varlen):
-            of_mask = cute.arch.make_warp_uniform(m_block)  # what follows from it takes no registers of each thread
+            # The same in all lanes, which the compiler cannot know of a quotient: so what follows from it takes uniform
+            # registers over the loop.
+            of_mask = cute.arch.make_warp_uniform(m_block)
         blocks, _, masked, plain_end, first = key_blocks(of_mask, seqlen_q, seqlen_k, window, cfg)
         steps = blocks - first
 
