@@ -434,7 +434,7 @@ class Fwd16bitSm80:
             if masking:
                 lane = cute.arch.lane_idx()
                 limits = work.limits[mt]
-                if cfg.causal or cfg.window:
+                if cfg.causal:
                     # The lane's own, of which the compiler cannot know that it is the same in each step: else it keeps
                     # the limits of all rows over the loop, for which there are no registers.
                     limits = (cute.arch.shuffle_sync(limits[0], lane), *limits[1:])
