@@ -97,6 +97,37 @@ def copy_4_bytes_or_zeros(target: Int32, source: Int64, size: Int32):
     )
 
 
+def store_word(address: Int32, word: Uint32) -> None:
+    """A word to shared memory."""
+    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+def load_words(address: Int32) -> tuple:
+    """Four integers from shared memory, at a multiple of 16 bytes."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+@cute.jit
+def store_16_bytes_if(target: Int64, words: cute.Tensor, wanted: Boolean):
+    """Four words to global memory, at a multiple of 16 bytes, where `wanted`: without a branch, so that the loads and
+    addresses of several stores go on side by side."""
+    cute.arch.inline_ptx(
+        "st.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+        read_only_args=[target, words[0], words[1], words[2], words[3]],
+        predicate=wanted,
+    )
+
+
+@cute.jit
+def store_float_if(target: Int64, value: Float32, wanted: Boolean):
+    """Likewise a float."""
+    cute.arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[target, value], predicate=wanted)
+
+
 @cute.jit
 def quad_sum(value: Float32) -> Float32:
     """Sum over the four lanes that hold a row."""

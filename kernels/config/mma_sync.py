@@ -45,6 +45,8 @@ class Fwd16Sm80Config:
     cluster = 1
     split_keys = False
 
+    PLACE_BYTES = 32  # of shared memory, for the place of the CTA's tile
+
     @property
     def features(self) -> str:
         return features_name(self)
@@ -70,9 +72,9 @@ class Fwd16Sm80Config:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of a CTA: Q, where O is staged too, and the stages of K and V."""
+        """Dynamic shared memory of a CTA: Q, where O is staged too, the stages of K and V, and `PLACE_BYTES`."""
         qk, v = padded_columns(self.head_dim), padded_columns(self.head_dim_v)
-        return 2 * (self.tile_m * max(qk, v) + self.kv_stages * self.tile_n * (qk + v))
+        return 2 * (self.tile_m * max(qk, v) + self.kv_stages * self.tile_n * (qk + v)) + self.PLACE_BYTES
 
     @property
     def fits(self) -> bool:

@@ -26,7 +26,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from ..common.floats import bf16_pair, fp16_pair
 from ..common.scores import tanh_of
 from ..common.turns import await_turn, end_turn
-from ..common.warp import load_matrices, load_matrices_transposed, multiply_add
+from ..common.warp import load_matrices, load_matrices_transposed, multiply_add, store_word
 from ..config import Bwd16Sm80Config
 from .bwd_tiles import Tile
 
@@ -90,20 +90,6 @@ def add_to_memory(address: Int64, offset: int, value: Float32) -> None:
     """global [address + offset] += value, which nobody waits for."""
     cute.arch.inline_ptx(
         f"red.relaxed.gpu.global.add.f32 [{{$r0}}+{offset}], {{$r1}};", read_only_args=[address, value]
-    )
-
-
-def store_word(address: Int32, word: Uint32) -> None:
-    """A word to shared memory."""
-    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, word])
-
-
-def load_words(address: Int32) -> tuple:
-    """Four integers from shared memory, at a multiple of 16 bytes."""
-    return cute.arch.inline_ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Int32] * 4,
-        read_only_args=[address],
     )
 
 

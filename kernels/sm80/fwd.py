@@ -28,7 +28,8 @@ its softmax. It computes S = Q K^T of tile_n keys by m16n8k16 products, makes P 
 operand of P V wants it, and adds P V to O in registers. 32 rows use each fragment of K and V that ldmatrix brings
 twice, for shared memory would otherwise be busier than the tensor cores. Softmax: common/softmax_16bit.py.
 
-Shared memory: Q (tile_m rows), the stages of K and of V (tile_n rows each), see tile.py. O is staged where Q was.
+Shared memory: Q (tile_m rows), the stages of K and of V (tile_n rows each), see tile.py, and where the tile is, for its
+end. O is staged where Q was.
 cp.async fills it; the thread that copies waits for its own copies, and a barrier of the CTA makes them everybody's.
 With two stages, step j of the loop over key tiles is
 
@@ -63,7 +64,14 @@ from ..common.scheduler import key_blocks, unit_coord
 from ..common.scores import rows
 from ..common.softmax_16bit import Softmax16bit
 from ..common.varlen import find_sequence, one_batch, unit_of_sequence
-from ..common.warp import multiply_add, turns_if_any
+from ..common.warp import (
+    load_words,
+    multiply_add,
+    store_16_bytes_if,
+    store_float_if,
+    store_word,
+    turns_if_any,
+)
 from ..config import Fwd16Sm80Config
 from .tile import Tile
 
@@ -139,7 +147,8 @@ class Fwd16bitSm80:
         self, q, k, v, o, lse, side, softmax_scale_log2: Float32, m_blocks, turn, lengths, ctas, stream
     ):
         cfg = self.cfg
-        self.kernel(q, k, v, o, lse, side, softmax_scale_log2, m_blocks, turn, lengths).launch(
+        group = q.shape[2] // cfg.pack_gqa // k.shape[2]
+        self.kernel(q, k, v, o, lse, side, softmax_scale_log2, m_blocks, group, turn, lengths).launch(
             grid=[ctas, 1, 1],
             block=[cfg.threads, 1, 1],
             stream=stream,
@@ -158,6 +167,7 @@ class Fwd16bitSm80:
         side,  # see `Softmax16bit.tile_inputs`
         softmax_scale_log2: Float32,
         m_blocks: Int32,
+        group: Int32,  # query heads, or packs of them, of a key head
         turn: Int32,
         # with `varlen` (cu_seqlens_q, cu_seqlens_k, seqused_k, whether that counts, 0, keys of the heads whose tiles
         # are mixed); m_blocks and turn are not read then, and the tensors have a batch of one; else ()
@@ -168,27 +178,25 @@ class Fwd16bitSm80:
         cta, _, _ = cute.arch.block_idx()
         smem = SmemAllocator().allocate_tensor(cutlass.Uint8, cute.make_layout(cfg.smem_bytes), 1024)
         base = smem.iterator.toint()
-        heads_k = m_k.shape[2]
-        group = m_q.shape[2] // cfg.pack_gqa // heads_k  # query heads, or packs of them, of a key head
-        order = (m_blocks, group, heads_k, m_q.shape[0], turn)
-        where = (order, m_q.shape[1], m_k.shape[1], lengths)
+        order = (m_blocks, group, m_k.shape[2], m_q.shape[0], turn)
+        place = self.place(cta, order, m_q.shape[1], m_k.shape[1], lengths)
         tensors = (m_q, m_k, m_v, m_o, m_lse)
         if const_expr(cfg.varlen):
-            if self.place(cta, where)[0] >= 0:
-                self.attend(tensors, side, softmax_scale_log2, group, where, base)
+            if place[0] >= 0:
+                self.attend(tensors, side, softmax_scale_log2, group, place, base)
         else:
-            self.attend(tensors, side, softmax_scale_log2, group, where, base)
+            self.attend(tensors, side, softmax_scale_log2, group, place, base)
 
     @cute.jit
-    def place(self, cta: Int32, where):
+    def place(self, cta: Int32, order, seqlen_q: Int32, seqlen_k: Int32, lengths):
         """(m_block, head or pack, batch of tensors, sequence, its first row, rows, first key, keys) of a CTA's tile.
 
-        where  (arguments of `unit_coord`, seqlen_q, seqlen_k, see `kernel`)
+        order    arguments of `unit_coord`
+        lengths  see `kernel`
 
         With `varlen` by whole warps; m_block is -1 where there is no tile.
         """
-        order, seqlen_q, seqlen_k, lengths = where
-        _, group, heads_k, _, _ = order
+        m_blocks, group, heads_k, _, _ = order
         zero = Int32(0)
         if const_expr(self.cfg.varlen):
             _, found, rest, seq = find_sequence(cta, (zero, zero), lengths, group * heads_k, self.cfg)
@@ -198,22 +206,32 @@ class Fwd16bitSm80:
             place = (m_block, head, zero, *seq)
             place = tuple([cute.arch.make_warp_uniform(x) for x in place])
         else:
-            m_block, head, batch = unit_coord(cta, *order, self.cfg, to_and_fro=False)
+            if const_expr(self.cfg.causal):
+                m_block, head, batch = unit_coord(cta, *order, self.cfg, to_and_fro=False)
+            else:  # the same order, by two divisions, one behind the other, instead of three
+                heads = group * heads_k
+                index = cta // m_blocks
+                batch = index // heads
+                m_block, head = cta - index * m_blocks, index - batch * heads
             place = (m_block, head, batch, batch, zero, seqlen_q, zero, seqlen_k)
         return place
 
     @cute.jit
-    def attend(self, tensors, side, softmax_scale_log2: Float32, group: Int32, where, base: Int32):
-        """This CTA's tile; where see `place`, base is a shared address."""
+    def attend(self, tensors, side, softmax_scale_log2: Float32, group: Int32, place, base: Int32):
+        """This CTA's tile; place see there, base is a shared address."""
         cfg = self.cfg
         m_q, m_k, m_v, m_o, m_lse = tensors
-        cta, _, _ = cute.arch.block_idx()
-        m_block, head, batch, sequence, first_row, seqlen_q, first_key, seqlen_k = self.place(cta, where)
+        m_block, head, batch, sequence, first_row, seqlen_q, first_key, seqlen_k = place
         tid, _, _ = cute.arch.thread_idx()
         lane = tid % 32
         warp = cute.arch.make_warp_uniform(tid // 32)
         window = self.softmax.window(side)
-        blocks, _, masked, plain_end, first = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
+        of_mask = m_block
+        if const_expr(cfg.causal and not cfg.varlen):
+            # The same in all lanes, which the compiler cannot know of a quotient: so what follows from it takes uniform
+            # registers over the loop.
+            of_mask = cute.arch.make_warp_uniform(m_block)
+        blocks, _, masked, plain_end, first = key_blocks(of_mask, seqlen_q, seqlen_k, window, cfg)
         steps = blocks - first
 
         self.load_q(m_q, m_block, head, batch, first_row, seqlen_q, base, tid)
@@ -235,6 +253,11 @@ class Fwd16bitSm80:
                 self.v, copies.v_to, v_from, copies.v_own, copies.v_step, n, seqlen_k, tid
             )
         cute.arch.cp_async_commit_group()
+        # For `finish`: there are no registers to keep it in over the loop.
+        place_at = base + (cfg.smem_bytes - cfg.PLACE_BYTES)
+        if tid == 0:
+            for i in cutlass.range_constexpr(len(place)):
+                store_word(place_at + 4 * i, place[i])
 
         row0 = m_block * cfg.tile_m + warp * (16 * cfg.m_tiles) + lane // 4
         work = Work(
@@ -287,9 +310,8 @@ class Fwd16bitSm80:
                 k_from, v_from, stage = self.step(
                     True, blocks - 1 - j, first, work, copies, k_from, v_from, stage, tid
                 )
-        # Computed again, from a number that the compiler cannot know to be `cta`: there are no registers to keep it in
-        # over the loop.
-        place = self.place(cute.arch.shuffle_sync(cta, 0), where)
+        # Thread 0 has written it before the barriers of the loop, which all threads pass: there is a step at least.
+        place = (*load_words(place_at), *load_words(place_at + 16))
         self.finish(work, side, softmax_scale_log2, m_o, m_lse, place, base, warp, lane)
 
     # -- copies -----------------------------------------------------------------------------------------------
@@ -410,8 +432,13 @@ class Fwd16bitSm80:
             acc = s[None, None, mt]
             self.softmax.adjust(acc, n, work.inputs[mt])
             if masking:
-                column0 = n * cfg.tile_n + cute.arch.lane_idx() % 4 * 2
-                mask_scores(rows(acc), work.limits[mt], column0, cfg)
+                lane = cute.arch.lane_idx()
+                limits = work.limits[mt]
+                if cfg.causal:
+                    # The lane's own, of which the compiler cannot know that it is the same in each step: else it keeps
+                    # the limits of all rows over the loop, for which there are no registers.
+                    limits = (cute.arch.shuffle_sync(limits[0], lane), *limits[1:])
+                mask_scores(rows(acc), limits, n * cfg.tile_n + lane % 4 * 2, cfg)
             self.softmax.softmax(masking, acc, work.states[mt], work.inputs[mt][0])
         pair = bf16_pair if cfg.dtype == "bf16" else fp16_pair
         p = [  # P, rounded: A fragments of 16 keys and rows
@@ -524,9 +551,11 @@ class Fwd16bitSm80:
         cfg, g = self.cfg, self.cfg.pack_gqa
         m_block, head, batch, sequence, first_row, seqlen_q, _, seqlen_k = place
         row0 = m_block * cfg.tile_m + warp * (16 * cfg.m_tiles) + lane // 4
-        # All threads: Q is read, in whose place O goes. The lane: no copy is under way.
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
+        cute.arch.cp_async_wait_group(0)  # the lane: no copy is under way
+        if const_expr(cfg.head_dim == cfg.head_dim_v):
+            cute.arch.sync_warp()  # the warp: its rows of Q are read, in whose place its rows of O go
+        else:
+            cute.arch.sync_threads()  # all threads: Q is read, in whose place O goes, in lines of another length
         own = base + self.o.at(warp * (16 * cfg.m_tiles) + lane // 4, Int32(0)) + lane % 4 * 4
         pair = bf16_pair if const_expr(cfg.dtype == "bf16") else fp16_pair
         for mt in cutlass.range_constexpr(cfg.m_tiles):
@@ -538,8 +567,9 @@ class Fwd16bitSm80:
             )
             for h in cutlass.range_constexpr(2):
                 query, head_q = (row + ROW_STEP * h) // g, head * g + (row + ROW_STEP * h) % g
-                if (lane % 4 == 0) & (query < seqlen_q):  # the four lanes of a row hold the same value
-                    m_lse[batch, head_q, first_row + query] = lse[h]
+                to = cute.domain_offset((batch, head_q, first_row + query), m_lse).iterator.toint()
+                # the four lanes of a row hold the same value
+                store_float_if(to, lse[h], (lane % 4 == 0) & (query < seqlen_q))
                 # A row tile and a half are multiples of eight rows, which do not change the swizzle.
                 there = own + (16 * mt + ROW_STEP * h) * self.o.line_bytes
                 for n in cutlass.range_constexpr(cfg.n_tiles):
@@ -554,24 +584,18 @@ class Fwd16bitSm80:
             row = warp * (16 * cfg.m_tiles) + i * pass_rows + lane // self.o.pieces
             packed = m_block * cfg.tile_m + row
             query = packed // g
-            if query < seqlen_q:
-                there = base + self.o.at(row, piece)
-                to = global_address(m_o, batch, first_row + query, head * g + packed % g) + 16 * piece
-                for b in cutlass.range_constexpr(self.o.blocks):
-                    if const_expr(b < self.o.blocks - 1 or self.o.last_pieces == self.o.pieces):
-                        copy_to_global(to, there, b, self.o)
-                    elif piece < self.o.last_pieces:
-                        copy_to_global(to, there, b, self.o)
-
-
-@cute.jit
-def copy_to_global(to: Int64, there: Int32, block: cutlass.Constexpr, tile: cutlass.Constexpr):
-    """16 bytes of block `block` of a tile, at shared address `there` in block 0, to global memory; `to` likewise."""
-    words = cute.make_rmem_tensor(4, Uint32)
-    source = cute.make_ptr(Uint32, there + block * tile.block_bytes, cute.AddressSpace.smem, assumed_align=16)
-    target = cute.make_ptr(Uint32, to + block * tile.line_bytes, cute.AddressSpace.gmem, assumed_align=16)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
-    cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(4)))
+            there = base + self.o.at(row, piece)
+            to = global_address(m_o, batch, first_row + query, head * g + packed % g) + 16 * piece
+            for b in cutlass.range_constexpr(self.o.blocks):
+                words = cute.make_rmem_tensor(4, Uint32)
+                source = cute.make_ptr(
+                    Uint32, there + b * self.o.block_bytes, cute.AddressSpace.smem, assumed_align=16
+                )
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
+                wanted = query < seqlen_q
+                if const_expr(b == self.o.blocks - 1 and self.o.last_pieces < self.o.pieces):
+                    wanted = wanted & (piece < self.o.last_pieces)
+                store_16_bytes_if(to + b * self.o.line_bytes, words, wanted)
 
 
 @cute.jit
