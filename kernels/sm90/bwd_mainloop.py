@@ -50,11 +50,14 @@ K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 class BwdBarrier(enum.IntEnum):
     """Named barriers of the CTA (0 is sync_threads)."""
 
-    EXCHANGE = 1  # all consumers: dS of the step is written, dQ of the step before has left
+    EXCHANGE = 1  # all consumers: dS of the step is written; without `dq_sender` dQ of the step before has left
     REUSE = (
         2  # all consumers, with one buffer of dS: the products of the step before, which read it, are done
     )
     OWN = 3  # + warpgroup: its 128 threads have written what one of them now sends
+    # With `dq_sender`, + warpgroup: of its 128 threads and the 32 of the warp that sends its part of dQ
+    DQ_FREE = 6  # the sender arrives, the warpgroup waits: the part of the step before has left shared memory
+    DQ_WRITTEN = 9  # the warpgroup arrives, the sender waits: the part of this step is there
 
 
 def transposed(s: cute.Tensor) -> cute.Tensor:
@@ -316,35 +319,75 @@ class BwdMainloop:
                 if tid % 128 == 0:
                     end_turn(turn)
         else:
+            if const_expr(cfg.dq_sender):
+                cute.arch.barrier(barrier_id=BwdBarrier.DQ_FREE + warpgroup, number_of_threads=160)
             for v in cutlass.range_constexpr(count // 4):
                 source = cute.make_tensor(acc.iterator + 4 * v, cute.make_layout(4))
                 place = aligned(s_dq.iterator + start + own + v * 512, 16)
                 cute.autovec_copy(source, cute.make_tensor(place, cute.make_layout(4)))
             cute.arch.fence_proxy("async.shared", space="cta")  # the reduction reads through the async proxy
-            # the warpgroup: all of it has written, and its first thread may send
-            cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
-            if tid % 128 == 0:
-                if const_expr(cfg.deterministic):
-                    await_turn(turn)
-                    cute.arch.fence_proxy("async")  # the adds of the turn before, then those of this one
-                cute.arch.inline_ptx(
-                    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-                    read_only_args=[
-                        target + Int64(start * 4),
-                        (s_dq.iterator + start).toint(),
-                        Int32(count * 512),
-                    ],
-                )
-                cute.arch.cp_async_bulk_commit_group()
-                if const_expr(cfg.deterministic):
-                    cute.arch.cp_async_bulk_wait_group(0)  # the adds are done, not only read
-                    cute.arch.fence_proxy("async")  # before the count that lets the next tile add
-                    end_turn(turn)
+            if const_expr(cfg.dq_sender):
+                cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_WRITTEN + warpgroup, number_of_threads=160)
+            else:
+                # the warpgroup: all of it has written, and its first thread may send
+                cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
+                if tid % 128 == 0:
+                    self.reduce_part(s_dq, target, turn, warpgroup)
 
-    def release(self, pipe, state) -> None:
+    @cute.jit
+    def reduce_part(self, s_dq: cute.Tensor, target: Int64, turn, part: Int32):
+        """Start the reduction of one part of dQ; deterministic: wait for its turn, and for its end. Called by one
+        thread, which has to wait for the group before the part in shared memory is written anew. See `send_dq`."""
+        cfg = self.cfg
+        count = cfg.dq_registers
+        start = part * (count * 128)
+        if const_expr(cfg.deterministic):
+            await_turn(turn)
+            cute.arch.fence_proxy("async")  # the adds of the turn before, then those of this one
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[
+                target + Int64(start * 4),
+                (s_dq.iterator + start).toint(),
+                Int32(count * 512),
+            ],
+        )
+        cute.arch.cp_async_bulk_commit_group()
+        if const_expr(cfg.deterministic):
+            cute.arch.cp_async_bulk_wait_group(0)  # the adds are done, not only read
+            cute.arch.fence_proxy("async")  # before the count that lets the next tile add
+            end_turn(turn)
+
+    def turn(self, m: Int32, place, g_turns: cute.Tensor, part: Int32):
+        """Turn of part `part` of dQ of query tile m, see `await_turn`; read only if deterministic."""
+        if not self.cfg.deterministic:
+            return Int64(0), Int32(0)
+        first = first_key_block(m, place, self.cfg)
+        return g_turns[m, None].iterator.toint() + Int64(part * 4), place[5] - first
+
+    @cute.jit
+    def send(self, s_dq: cute.Tensor, place, g_dq: cute.Tensor, g_turns: cute.Tensor, blocks, part: Int32):
+        """With `dq_sender`: send part `part` of dQ of all query tiles of one query head. Called by one whole warp,
+        whose first thread waits for each reduction to have read shared memory, also for the last one."""
+        for m in cutlass.range(blocks[0], blocks[3], unroll=1):
+            cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_FREE + part, number_of_threads=160)
+            turn = self.turn(m, place, g_turns, part)
+            cute.arch.barrier(barrier_id=BwdBarrier.DQ_WRITTEN + part, number_of_threads=160)
+            if cute.arch.lane_idx() == 0:
+                self.reduce_part(s_dq, g_dq[m, None].iterator.toint(), turn, part)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def release(self, pipe, state):
         """Arrive at the "empty" barrier of the stage. All threads do: each has read rows of lse2 or D that TMA writes
-        next, and an arrival of one lane would not order the reads of the others."""
-        pipe.sync_object_empty.arrive_mbarrier(state.index)
+        next, and an arrival of one lane would not order the reads of the others. With `lane_releases` a barrier of the
+        warp does, and one lane arrives."""
+        if const_expr(self.cfg.lane_releases):
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                pipe.sync_object_empty.arrive_mbarrier(state.index)
+        else:
+            pipe.sync_object_empty.arrive_mbarrier(state.index)
 
     # -- steps ------------------------------------------------------------------------------------------------
 
@@ -371,6 +414,8 @@ class BwdMainloop:
         dk, dv = gradients
         pipe_q, pipe_do = pipes[0], pipes[1]
         state_q, state_do = states
+        if const_expr(cfg.one_state):
+            state_do = state_q
         ds_stage = state_q.index if const_expr(cfg.ds_stages > 1) else Int32(0)
         p_stage = ds_stage + cfg.ds_stages  # with `shared_keys`
         stages_v, stages_k = (p_stage, state_do.index), (ds_stage, state_q.index)
@@ -420,7 +465,7 @@ class BwdMainloop:
         if const_expr(cfg.dq_split != "transposed"):
             self.write_transposed(words_ds, s_ds, ds_stage, warpgroup)
         cute.arch.fence_proxy("async.shared", space="cta")  # products read through the async proxy
-        if const_expr(not cfg.dq_direct):
+        if const_expr(not (cfg.dq_direct or cfg.dq_sender)):
             # the thread that sends: dQ of the step before has left
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         # All consumers: dS, and P if it is shared, is written. With two buffers, a warpgroup that comes here has done
@@ -438,15 +483,13 @@ class BwdMainloop:
         wg.wait_group(2)  # dV is complete
         self.release(pipe_do, state_do)  # all threads: they read this dO and D no more
         wg.wait_group(1)  # dQ is complete
-        turn = (Int64(0), Int32(0))
-        if const_expr(cfg.deterministic):
-            first = first_key_block(m, place, cfg)
-            turn = (g_turns[m, None].iterator.toint() + Int64(warpgroup * 4), place[5] - first)
+        turn = self.turn(m, place, g_turns, warpgroup)
         self.send_dq(dq, s_dq, g_dq[m, None].iterator.toint(), turn, warpgroup)
         wg.wait_group(0)  # dK is complete
         self.release(pipe_q, state_q)  # likewise this Q and lse2
         state_q.advance()
-        state_do.advance()
+        if const_expr(not cfg.one_state):
+            state_do.advance()
         return state_q, state_do
 
     @cute.jit
