@@ -30,10 +30,6 @@ class Bwd16Config:
     # would not fit otherwise
     shared_keys: bool = False
     dq_direct: bool = False  # dQ goes to memory from registers, not through shared memory
-    # A warp of the producer for each consumer warpgroup sends its part of dQ, else a thread of the consumers does
-    dq_sender: bool = False
-    one_state: bool = False  # consumers count the stages of Q and of dO, which are as many, together
-    lane_releases: bool = False  # one lane of a warp of the consumers gives a stage back, not all
     deterministic: bool = False  # key tiles add to dQ in their order
     varlen: bool = False  # sequences of unlike length, their rows behind one another
     consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
@@ -51,6 +47,11 @@ class Bwd16Config:
     def own_queries(self) -> int:
         """Queries of a step whose scores a warpgroup computes, for 64 keys."""
         return self.tile_m // 2 if self.shared_keys else self.tile_m
+
+    @property
+    def one_state(self) -> bool:
+        """Whether the stages of Q and of dO, which are as many, are counted together."""
+        return self.q_stages == self.do_stages
 
     @property
     def k_part(self) -> int:
@@ -108,8 +109,7 @@ class Bwd16Config:
         mask = "causal" if self.causal else "window" if self.window else "full"
         mask += "".join(f"_{name}" for name in ("softcap", "alibi", "varlen") if getattr(self, name))
         stages = f"q{self.q_stages}o{self.do_stages}s{self.ds_stages}"
-        stages += "_shared" * self.shared_keys + "_direct" * self.dq_direct + "_sender" * self.dq_sender
-        stages += "_one" * self.one_state + "_lane" * self.lane_releases
+        stages += "_shared" * self.shared_keys + "_direct" * self.dq_direct
         stages += "_deterministic" * self.deterministic
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
         return (
@@ -148,12 +148,6 @@ class Bwd16Config:
                 f"64 columns of head_dim a warpgroup, got {self.dq_split!r}, {self.tile_m} x {self.tile_n}, head_dim "
                 f"{self.head_dim}"
             )
-        if self.one_state and self.q_stages != self.do_stages:
-            raise ValueError(
-                f"one_state wants as many stages of Q as of dO, got {self.q_stages} and {self.do_stages}"
-            )
-        if self.dq_sender and self.dq_direct:
-            raise ValueError("dq_sender must be False with dq_direct, which leaves nothing to send")
         accumulators = (self.dk_part + self.dv_part) // 2  # of a thread
         if accumulators > 128:
             raise ValueError(

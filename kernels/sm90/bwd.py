@@ -29,8 +29,8 @@ tile_m times the slots; CTAs are given out by the slots of key tiles, and those 
 
 A CTA takes tile_n keys of one head of K and all query heads of its group: dK and dV are sums over them in registers.
 Its consumer warpgroups take 64 keys each, or share 64 keys and divide the columns of dK and dV; a last warpgroup
-produces: its first warp issues the TMA loads; with `dq_sender` the next send dQ, one the part of each consumer
-warpgroup; the others leave at once. K and V stay in shared memory, Q and dO pass
+produces: its first warp issues the TMA loads, and, but with `dq_direct`, one for each consumer warpgroup sends its part
+of dQ; the others leave at once. K and V stay in shared memory, Q and dO pass
 through rings with their rows of lse2 and D. The main loop is in bwd_mainloop.py.
 
 Shared memory: K (tile_n, qk_columns), V (tile_n, v_columns), Q (tile_m, qk_columns, q_stages), dO (tile_m, v_columns,
@@ -337,7 +337,7 @@ class Bwd16Main:
                         state_do = self.load(
                             m, (atom_do, tdo_s, tdo_g), (s_d_rows, d_rows), of_queries, pipes[1], state_do
                         )
-            if const_expr(cfg.dq_sender):
+            if const_expr(not cfg.dq_direct):
                 part = warp_idx - 4 * cfg.consumer_warpgroups - 1
                 if part >= 0 and part < cfg.consumer_warpgroups:
                     for h in cutlass.range(group, unroll=1):
@@ -407,13 +407,11 @@ class Bwd16Main:
         return g[None, n]
 
     def ring(self, barriers, stages: int, tx_bytes: int):
-        """A TMA ring: one producer thread arrives with the byte count, all threads of the consumers release, or a lane of
-        each of their warps."""
-        arrivals = (4 if self.cfg.lane_releases else 128) * self.cfg.consumer_warpgroups
+        """A TMA ring: one producer thread arrives with the byte count, all threads of the consumers release."""
         return pl.PipelineTmaAsync.create(
             num_stages=stages,
             producer_group=pl.CooperativeGroup(pl.Agent.Thread),
-            consumer_group=pl.CooperativeGroup(pl.Agent.Thread, arrivals),
+            consumer_group=pl.CooperativeGroup(pl.Agent.Thread, 128 * self.cfg.consumer_warpgroups),
             tx_count=tx_bytes,
             barrier_storage=barriers,
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),

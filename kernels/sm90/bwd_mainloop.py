@@ -50,12 +50,12 @@ K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 class BwdBarrier(enum.IntEnum):
     """Named barriers of the CTA (0 is sync_threads)."""
 
-    EXCHANGE = 1  # all consumers: dS of the step is written; without `dq_sender` dQ of the step before has left
+    EXCHANGE = 1  # all consumers: dS of the step is written
     REUSE = (
         2  # all consumers, with one buffer of dS: the products of the step before, which read it, are done
     )
-    OWN = 3  # + warpgroup: its 128 threads have written what one of them now sends
-    # With `dq_sender`, + warpgroup: of its 128 threads and the 32 of the warp that sends its part of dQ
+    OWN = 3  # + warpgroup, with `dq_direct`: its 128 threads; it is its turn, or it has added
+    # Else, + warpgroup: of its 128 threads and the 32 of the warp that sends its part of dQ
     DQ_FREE = 6  # the sender arrives, the warpgroup waits: the part of the step before has left shared memory
     DQ_WRITTEN = 9  # the warpgroup arrives, the sender waits: the part of this step is there
 
@@ -319,20 +319,13 @@ class BwdMainloop:
                 if tid % 128 == 0:
                     end_turn(turn)
         else:
-            if const_expr(cfg.dq_sender):
-                cute.arch.barrier(barrier_id=BwdBarrier.DQ_FREE + warpgroup, number_of_threads=160)
+            cute.arch.barrier(barrier_id=BwdBarrier.DQ_FREE + warpgroup, number_of_threads=160)
             for v in cutlass.range_constexpr(count // 4):
                 source = cute.make_tensor(acc.iterator + 4 * v, cute.make_layout(4))
                 place = aligned(s_dq.iterator + start + own + v * 512, 16)
                 cute.autovec_copy(source, cute.make_tensor(place, cute.make_layout(4)))
             cute.arch.fence_proxy("async.shared", space="cta")  # the reduction reads through the async proxy
-            if const_expr(cfg.dq_sender):
-                cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_WRITTEN + warpgroup, number_of_threads=160)
-            else:
-                # the warpgroup: all of it has written, and its first thread may send
-                cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
-                if tid % 128 == 0:
-                    self.reduce_part(s_dq, target, turn, warpgroup)
+            cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_WRITTEN + warpgroup, number_of_threads=160)
 
     @cute.jit
     def reduce_part(self, s_dq: cute.Tensor, target: Int64, turn, part: Int32):
@@ -367,7 +360,7 @@ class BwdMainloop:
 
     @cute.jit
     def send(self, s_dq: cute.Tensor, place, g_dq: cute.Tensor, g_turns: cute.Tensor, blocks, part: Int32):
-        """With `dq_sender`: send part `part` of dQ of all query tiles of one query head. Called by one whole warp,
+        """Send part `part` of dQ of all query tiles of one query head. Called by one whole warp,
         whose first thread waits for each reduction to have read shared memory, also for the last one."""
         for m in cutlass.range(blocks[0], blocks[3], unroll=1):
             cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_FREE + part, number_of_threads=160)
@@ -380,14 +373,8 @@ class BwdMainloop:
     @cute.jit
     def release(self, pipe, state):
         """Arrive at the "empty" barrier of the stage. All threads do: each has read rows of lse2 or D that TMA writes
-        next, and an arrival of one lane would not order the reads of the others. With `lane_releases` a barrier of the
-        warp does, and one lane arrives."""
-        if const_expr(self.cfg.lane_releases):
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                pipe.sync_object_empty.arrive_mbarrier(state.index)
-        else:
-            pipe.sync_object_empty.arrive_mbarrier(state.index)
+        next, and an arrival of one lane would not order the reads of the others."""
+        pipe.sync_object_empty.arrive_mbarrier(state.index)
 
     # -- steps ------------------------------------------------------------------------------------------------
 
@@ -465,9 +452,6 @@ class BwdMainloop:
         if const_expr(cfg.dq_split != "transposed"):
             self.write_transposed(words_ds, s_ds, ds_stage, warpgroup)
         cute.arch.fence_proxy("async.shared", space="cta")  # products read through the async proxy
-        if const_expr(not (cfg.dq_direct or cfg.dq_sender)):
-            # the thread that sends: dQ of the step before has left
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
         # All consumers: dS, and P if it is shared, is written. With two buffers, a warpgroup that comes here has done
         # its products of the step before, so the buffer of that step may be written in the next.
         cute.arch.barrier(barrier_id=BwdBarrier.EXCHANGE, number_of_threads=128 * cfg.consumer_warpgroups)
