@@ -28,7 +28,7 @@ products of the warpgroups as it likes.
 16 bits, with overlap (FlashAttention-3, arXiv 2407.08608, algorithm 2); nothing is in flight where the loop turns:
 
     tensor core   QK(n) PV(n+1) .............| QK(n-1) PV(n)
-    warpgroup           | softmax(n) ....... | rescale O, pack(n) |
+    warpgroup           | softmax(n) ....... | pack(n), rescale O |
 
 and with ping-pong (section 3.1), a warpgroup issues QK(n) and PV(n+1) in its turn, which it then gives to the next: the
 softmax of one runs under the products of the others. Without overlap a step is QK(n), softmax(n), PV(n), and a turn is
@@ -394,8 +394,8 @@ class Mainloop16bit(Mainloop):
         self.scores(masking, n, s, limits, inputs, state)
         wg.wait_group(0)  # P V is complete: O and P are free
         pipe_v.consumer_release(stage_v)  # likewise its V
+        policy.pack(s, p)  # before O: what is behind a branch is also behind the last exponential
         policy.rescale(out, state)
-        policy.pack(s, p)
         stage_k.advance()
         stage_v.advance()
         return stage_k, stage_v
@@ -434,8 +434,8 @@ class Mainloop16bit(Mainloop):
         wg.wait_group(0)  # S is complete
         pipe_k.consumer_release(stage)  # one lane of each warp: it reads this K no more
         self.scores(masking, n, s, limits, inputs, state)
-        policy.rescale(out, state)
         policy.pack(s, p)
+        policy.rescale(out, state)
         pipe_v.consumer_wait(stage)  # TMA has filled V of this tile
         self.await_turn()  # for this product and Q K^T of the next tile
         policy.product(p, v_frag, stage.index, out)
