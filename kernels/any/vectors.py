@@ -51,6 +51,12 @@ def magnitude(a: Float32) -> Float32:
 
 
 @cute.jit
+def warp_max(a: Float32) -> Float32:
+    """Maximum over a warp of floats without signs, NaN if any is: as integers they are in order, NaN above infinity."""
+    return cute.arch.warp_redux_sync(a.bitcast(Uint32), kind="max").bitcast(Float32)
+
+
+@cute.jit
 def product(a: Float32, b: Float32) -> Float32:
     """a * b, but 0 without a sign where a or b is 0."""
     return cute.arch.inline_ptx(
@@ -162,15 +168,14 @@ def block_max(value: Float32, scratch: cute.Tensor, slot: Int32, warps: cutlass.
 
     One barrier. Calls in a row take turns with two slots: a slot is written again only behind the barrier of the call
     between, and before that one every thread has read it.
+
+    The whole CTA waits for this chain, so within a warp it is the instruction that reduces integers, one instead of
+    five shuffles behind one another.
     """
-    for step in cutlass.range_constexpr(5):
-        value = abs_max(value, cute.arch.shuffle_sync_bfly(value, offset=1 << step))
+    top = warp_max(magnitude(value))
     tid, _, _ = cute.arch.thread_idx()
     if tid % 32 == 0:  # not warp_idx() in here: it synchronises the warp, of which one lane has come
-        scratch[slot, tid // 32] = value
+        scratch[slot, tid // 32] = top
     cute.arch.sync_threads()  # all threads: every warp has left its maximum
     first = 0 if const_expr(warps == scratch.shape[1]) else tid // 32 // warps * warps
-    total = scratch[slot, first + tid % warps]
-    for step in cutlass.range_constexpr(warps.bit_length() - 1):
-        total = abs_max(total, cute.arch.shuffle_sync_bfly(total, offset=1 << step))
-    return magnitude(total)
+    return warp_max(scratch[slot, first + tid % warps])
