@@ -79,6 +79,9 @@ class Rows:
         self.block = rotation_block(self.d)
         # Levels of the transform across lanes, see `rotate_row`.
         self.exchanges = (self.block // WIDTH).bit_length() - 1 if cfg.rotate and self.block > WIDTH else 0
+        # Whether the signs that `encode` undoes wait beside those of the rotation, in bits that are free there: eight
+        # to ten instructions of 615 less a pass. At 128 columns it spills.
+        self.keeps_signs = self.exchanges > 2 and not self.rotary.on
         self.threads = thread_count(cfg)
         self.pass_rows = self.threads // self.lanes
         self.slot_bytes = 64 * WIDTH  # of a warp and pass
@@ -132,6 +135,9 @@ class Rows:
                         column = min(column, self.d - 1)
                     bit = m_signs[column].bitcast(Uint32) & Uint32(1 << 31)
                     word = word | bit >> (16 * (1 - e % 2) + 8 * (e // 2))
+                if const_expr(self.keeps_signs):
+                    low, high = self.reversed_halves(index // 8)
+                    word = word | Uint32(low << 30 | high << 29) if index % 8 == 0 else word
                 columns[index] = word.bitcast(Float32)
         if const_expr(self.smooth and not self.varlen):
             if chunk > 0:
@@ -192,7 +198,7 @@ class Rows:
     def own_flips(self, columns: cute.Tensor, place: Int32) -> cute.Tensor:
         """Signs of the thread's columns, (8,) or (1,) Uint32: word i < 8 with those of pair i in bits 15 and 31 and of
         pair i + 8 in bits 7 and 23, or, seven registers and their gain in shifts less, one with those of pair i in bits
-        15 - i and 31 - i."""
+        15 - i and 31 - i. With `keeps_signs`, word 0 also has what `reversed_halves` says, in bits 30 and 29."""
         flips = cute.make_rmem_tensor(8, Uint32)
         words = cute.recast_tensor(flips, Float32)
         for j in cutlass.range_constexpr(2):
@@ -304,16 +310,26 @@ class Rows:
                 x[i + half] = a - b
 
     @cute.jit
-    def signs_of(self, place: Int32):
-        """Factors +-1.0 of the two halves of x that undo what `rotate_row` reversed.
+    def reversed_halves(self, place: Int32):
+        """1 for each of the two halves of x that `rotate_row` reversed, else 0.
 
         Exchange k leaves lanes with bit k - 1 of `place` set with reversed differences, which it is bit k that keeps.
         """
         mine = place & ((1 << self.exchanges) - 1)
         both = mine & mine >> 1
         low = (both ^ both >> 1) & 1
-        high = low ^ mine >> (self.exchanges - 1)
-        return (Float32(1.0) if low == 0 else Float32(-1.0)), (Float32(1.0) if high == 0 else Float32(-1.0))
+        return low, low ^ mine >> (self.exchanges - 1)
+
+    @cute.jit
+    def restored(self, factor: Float32, flips: cute.Tensor, place: Int32):
+        """`factor` for the two halves of x, with the sign that undoes what `rotate_row` reversed."""
+        if const_expr(self.keeps_signs):
+            low, high = flips[0] << 1, flips[0] << 2
+        else:
+            low, high = self.reversed_halves(place)
+            low, high = Uint32(low) << 31, Uint32(high) << 31
+        bits, sign = factor.bitcast(Uint32), Uint32(1 << 31)
+        return (bits ^ low & sign).bitcast(Float32), (bits ^ high & sign).bitcast(Float32)
 
     @cute.jit
     def largest(self, x: cute.Tensor) -> Float32:
@@ -327,14 +343,13 @@ class Rows:
         return tops[0]
 
     @cute.jit
-    def encode(self, x: cute.Tensor, factor: Float32, place: Int32) -> cute.Tensor:
+    def encode(self, x: cute.Tensor, factor: Float32, flips: cute.Tensor, place: Int32) -> cute.Tensor:
         """Codes of x (WIDTH,) in words, in the order in which `run` stores them."""
         code = cute.make_rmem_tensor(WIDTH, self.code_type)
         words = cute.recast_tensor(code, Uint32)
         y = cute.make_rmem_tensor(WIDTH, Float32)
         if const_expr(self.exchanges > 0):
-            low, high = self.signs_of(place)
-            low, high = low * factor, high * factor
+            low, high = self.restored(factor, flips, place)
             for i in cutlass.range_constexpr(WIDTH):
                 y[i] = product(x[i], low if const_expr(i < WIDTH // 2) else high)
         else:
@@ -473,7 +488,7 @@ class Rows:
                 row = local + g * self.pass_rows
                 if place == 0:
                     side[row] = scale
-                words = self.encode(x[None, g], factor, place)
+                words = self.encode(x[None, g], factor, flips, place)
                 if block * rows + row < seqlen:
                     for piece in cutlass.range_constexpr(pair):
                         part = cute.make_tensor(words.iterator + 4 * piece, cute.make_layout(4))
