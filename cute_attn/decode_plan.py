@@ -7,9 +7,10 @@ CTA takes the same number of tiles, from the lengths that it reads, or, where th
 stay whole, there is a CTA for each, and no combining kernel. With `num_splits` > 0 each unit instead is split into so
 many shares, by its own length alone: then results of a sequence do not depend on the others.
 
-Where units in equal shares fill the SMs, a CTA each, there are no more CTAs than that (`even_splits`). Then fewer parts
-are added up, and CTAs begin and end with units. Units of one length, those of one sequence or of lengths that the host
-knows, have a fixed number of shares, for which neither kernel reads what other sequences have.
+Where units in equal shares fill the SMs, there are no more CTAs than that (`even_splits`). Then fewer parts are added
+up, and CTAs begin and end with units: each piece more of a CTA fills its ring anew. Units of one length, those of one
+sequence or of lengths that the host knows, have a fixed number of shares, for which neither kernel reads what other
+sequences have.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _RESERVED: Final = 1024  # bytes of shared memory that the system takes for each
 MOST_STAGES: Final = 8
 LEAST_STAGES: Final = 3  # two in flight while one is computed on
 LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining kernel than it saves
-EVEN: Final = 15 / 16  # of the SMs that even shares leave busy at least
+EVEN: Final = 15 / 16  # of the SMs, or of what they hold, that even shares leave busy at least
 SHORT: Final = 8  # tiles of a CTA up to which one CTA on an SM is enough for every kernel
 LINE: Final = 128  # bytes of a line of L2, which a copy of a part of it loads whole
 
@@ -142,16 +143,17 @@ def heads_in_step(config: DecodeConfig, heads_k: int) -> int:
 
 
 def even_splits(config: DecodeConfig, units: int, tiles: int, sms: int) -> int:
-    """Equal shares of each of `units` units, of `tiles` tiles, that fill the SMs with a CTA each. 0 where they would
-    leave too many idle, or where one CTA does not keep an SM busy.
+    """Equal shares of each of `units` units, of `tiles` tiles, that fill the SMs. 0 where too many would be idle.
 
-    One does where rows of 16 bits lie one behind another, for up to 16 rows of queries. Codes are converted, pages
-    looked up, and more rows take more products: there memory waits for a lone CTA, which counts where it has many
-    tiles.
+    An SM has one CTA where that keeps it busy, as it does where rows of 16 bits lie one behind another, for up to 16
+    rows of queries. Codes are converted, pages looked up, and more rows take more products: there memory waits for a
+    lone CTA, which counts where it has many tiles, and an SM has as many as it holds.
     """
-    splits = sms // units
     light = config.cache == "16bit" and config.paging == "none" and config.m_tiles == 1
-    if config.arch != "sm_90a" or units * splits < EVEN * sms or not (light or units * tiles <= SHORT * sms):
+    lone = light or units * tiles <= SHORT * sms
+    most = sms if lone else sms * ctas_per_sm(config)
+    splits = most // units
+    if config.arch != "sm_90a" or units * splits < EVEN * most:
         return 0
     return max(min(splits, tiles // LEAST_TILES), 1)
 

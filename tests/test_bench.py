@@ -365,12 +365,16 @@ def test_contenders_by_dtype_and_phase() -> None:
         "fa3 fp8",
         "flashinfer fp8",
         "copy fp8",
+        "copy_cache fp8",
         "fa3 bf16",
         "flashinfer bf16",
         "sdpa_flash bf16",
         "sdpa_cudnn bf16",
     ]
-    assert labels("bf16", "decode")[0] == "cute_attn bf16" and labels("bf16", "decode")[-1] == "copy bf16"
+    assert labels("bf16", "decode")[0] == "cute_attn bf16" and labels("bf16", "decode")[-2:] == [
+        "copy bf16",
+        "copy_cache bf16",
+    ]
     with pytest.raises(
         ValueError, match="nothing to time for a default provider with dtype bf16 in phase quantize"
     ):
@@ -657,7 +661,7 @@ class FakeCaches:
 
 @pytest.mark.parametrize("page_size", [None, 50], ids=["contiguous", "pages"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-@pytest.mark.parametrize("provider", ["cute_attn", "fa3", "flashinfer", "copy", "sdpa_math"])
+@pytest.mark.parametrize("provider", ["cute_attn", "fa3", "flashinfer", "copy", "copy_cache", "sdpa_math"])
 def test_decode_calls(
     provider: str, dtype: str, page_size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -684,8 +688,12 @@ def test_decode_calls(
         return
     ours = provider == "cute_attn"
     keys = 2 * 3 * 200 * 2  # of K and of V, in all heads
-    expected = keys * (64 * 2 if rows[0]["dtype"] == "bf16" else 64 + 4 * ours)
+    scales = 4 * (provider in ("cute_attn", "copy_cache"))
+    expected = keys * (64 * 2 if rows[0]["dtype"] == "bf16" else 64 + scales)
     assert rows[0]["tbps"] == pytest.approx(expected / 1e9)
+    if provider == "copy_cache":
+        assert rows[0]["tflops"] is None
+        return
     assert rows[0]["rel_rmse"] < (0.01 if rows[0]["dtype"] == "bf16" else 0.1)
     if provider == "sdpa_math":
         return
@@ -778,7 +786,7 @@ def test_decode_report(
     monkeypatch.setattr(cli, "hopper_device", lambda: (True, "a GPU of this test"))
 
     def time_cell(case: cases.Case, group: list[peers.Contender], **_: Any) -> list[dict[str, Any]]:
-        speeds = {"cute_attn": 4.0, "fa3": 3.2, "copy": 5.0}
+        speeds = {"cute_attn": 4.0, "fa3": 3.2, "copy": 5.0, "copy_cache": 4.5}
         return [
             timed_row(
                 c.provider,
@@ -787,7 +795,7 @@ def test_decode_report(
                 phase=c.phase,
                 recipe=None,
                 tbps=speeds.get(c.provider, 2.0),
-                tflops=None if c.provider == "copy" else speeds.get(c.provider, 2.0),
+                tflops=None if c.provider in peers.COPIES else speeds.get(c.provider, 2.0),
                 **case.fields,
             )
             for c in group
@@ -801,13 +809,14 @@ def test_decode_report(
     words = "--report speed --dtype bf16 --phase decode --seqlen 8192 --head-dim 128 --batch 16 --heads-k 8"
     assert cli.main([*words.split(), "--page-size", "64", "--json", str(path)]) == 0
     found = record.read(path).rows
-    assert {row["page_size"] for row in found} == {64} and len(found) == 6
+    assert {row["page_size"] for row in found} == {64} and len(found) == 7
     assert [(c.head_dim, c.rows, c.paging, c.cache) for c in compiled] == [(128, 8, "block", "16bit")]
     assert "One query for each sequence against a KV cache" in capsys.readouterr().out
     speed, _, latency, _ = report.speed_grids(found)
     assert speed.lines[0][2:5] == ["1x8192, pages of 64", "16 x 64/8", "4.00"]
     assert "fa3 bf16" in speed.lines[0] and "1.25x" in speed.lines[0]  # the copy is no peer
-    assert latency.headers[-1] == "cute_attn bf16 / copy" and latency.lines[0][-1] == "0.80x"
+    assert latency.headers[-2:] == ["cute_attn bf16 / copy", "cute_attn bf16 / copy_cache"]
+    assert latency.lines[0][-2:] == ["0.80x", "0.89x"] and "copy_cache bf16" not in latency.headers
     with pytest.raises(SystemExit):
         cli.main(["--report", "speed", "--dtype", "bf16", "--phase", "decode", "--plot", "x.png"])
 

@@ -550,13 +550,15 @@ OF_CODES = {"cache": "e4m3", "scales": "token"}
         (1, 96, 8192, False, {}, Shares(264, 0, 2, 528)),  # 96 or 192 of 132 SMs
         (64, 8, 8192, False, {}, Shares(264, 0, 2, 528)),
         (1, 8, 8192, False, OF_CODES, Shares(128, 16, 1, 128)),  # short
-        (1, 8, 8192 + 512, False, OF_CODES, Shares(264, 0, 2, 528)),
-        (1, 8, 131072, False, {"page_size": 64}, Shares(264, 0, 2, 528)),
-        (1, 8, 131072, False, {"rows": 32}, Shares(264, 0, 2, 528)),
+        (1, 8, 8192 + 512, False, OF_CODES, Shares(264, 33, 1, 264)),  # two CTAs on an SM
+        (1, 8, 131072, False, {"page_size": 64}, Shares(264, 33, 1, 264)),
+        (1, 8, 131072, False, {"rows": 32}, Shares(264, 33, 1, 264)),
+        (16, 8, 8192, False, OF_CODES, Shares(256, 0, 2, 512)),
+        (18, 8, 8192, False, OF_CODES, Shares(264, 0, 2, 528)),  # 144 of 264
         (1, 8, 131072, False, {"arch": "sm_80"}, Shares(132, 0, 2, 264)),
     ],
 )
-def test_a_cta_for_each_sm_where_shares_are_even(
+def test_ctas_where_shares_are_even(
     batch: int, heads_k: int, keys: int, known: bool, form: dict[str, Any], expected: Shares
 ) -> None:
     config = decode_plan.decode_config(128, 128, "bf16", **{"rows": 8, **form})

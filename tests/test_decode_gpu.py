@@ -613,6 +613,18 @@ def test_offsets_past_32_bits(case: Case) -> None:
     check(got, q, k, k, case, cache_seqlens=lengths)
 
 
+def test_an_infinite_value_stays_one() -> None:
+    """In the last of 20 parts of a row, which the combining kernel loads sixteen at a time: what it loads beyond the
+    last does not count, not even as zero times infinity."""
+    q = torch.randn(1, 1, 8, 128, device=DEVICE, dtype=BF16)
+    k, v = (torch.randn(1, 2560, 2, 128, device=DEVICE, dtype=BF16) for _ in range(2))
+    v[0, -1, 1, 5] = math.inf
+    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=2560)
+    assert bool((out[0, 0, 4:, 5] == math.inf).all())
+    out[0, 0, 4:, 5] = 0.0
+    assert bool(out.isfinite().all())
+
+
 def raw(x: Tensor) -> Tensor:
     """Bits, so that NaN equals NaN."""
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])

@@ -1,6 +1,7 @@
 """Phase decode: one new query for each sequence against a KV cache, by CUDA graphs of whole passes over the caches.
 
-A cache is read once in a call, so what counts is bytes of it in a second, beside a copy timed in the same rounds. Where
+A cache is read once in a call, so what counts is bytes of it in a second, beside copies timed in the same rounds: one
+so long that its start and end do not count, and one that moves as many bytes as the call, in a graph as long. Where
 caches are small, several of like contents are read in turn, so that L2 does not hold them: a graph has a call for each.
 The graph takes the host out of the time, as a server that captures its decoding step does.
 """
@@ -97,6 +98,8 @@ def prepare(contender: peers.Contender, case: Case, q: Tensor, k: Tensor, v: Ten
     """
     if contender.provider == "copy":
         return _copy(q.device)
+    if contender.provider == "copy_cache":
+        return _copy_cache(case, contender.dtype, q.device)
     scales: tuple[Tensor, ...] = ()
     if contender.dtype == "fp8" and contender.provider == peers.OURS:
         (k, k_scale), (v, v_scale) = _by_token(k), _by_token(v)
@@ -285,3 +288,18 @@ def _copy(device: torch.device) -> peers.Prepared:
     target = torch.empty_like(source)
     name = f"torch {torch.__version__} copy_"
     return peers.Prepared(lambda: target.copy_(source), name, "cuda", None, 2 * size)
+
+
+def _copy_cache(case: Case, dtype: str, device: torch.device) -> peers.Prepared:
+    """Copies that move as many bytes, read and written, as our call reads of the cache: several in turn, as those."""
+    row = (
+        case.head_dim + 4 if dtype == "fp8" else 2 * case.head_dim
+    )  # of K as of V, an e4m3 one with its scale
+    half = case.batch * case.seqlen_k * case.heads_k * row
+    copies = 1 if device.type != "cuda" else -(-CACHE_BYTES // (2 * half))
+    pairs = [torch.empty(2, half, dtype=torch.uint8, device=device) for _ in range(copies)]
+    calls = [functools.partial(pair[0].copy_, pair[1]) for pair in pairs]
+    name = f"torch {torch.__version__} copy_"
+    if device.type != "cuda":
+        return peers.Prepared(calls[0], name, "cuda", None, 2 * half)
+    return peers.Prepared(_Graph(calls), name, "cuda", None, 2 * half, graph_calls=copies)

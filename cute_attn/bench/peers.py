@@ -113,13 +113,15 @@ PROVIDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sdpa_math": _SIXTEEN,
     "flashinfer": (("fp8", *SIXTEEN_BIT), ("decode",)),
     "copy": (("fp8", *SIXTEEN_BIT), ("quantize", "decode")),
+    "copy_cache": (("fp8", *SIXTEEN_BIT), ("decode",)),
 }
+COPIES = ("copy", "copy_cache")  # which attend to nothing
 _DEFAULT_FP8 = {
     "forward": (OURS, "fa3", "cudnn", "sdpa_flash"),
     "quantize": (OURS, "copy"),
     "whole_call": (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn"),
     "train": (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn"),
-    "decode": (OURS, "fa3", "flashinfer", "sdpa_flash", "sdpa_cudnn", "copy"),
+    "decode": (OURS, "fa3", "flashinfer", "sdpa_flash", "sdpa_cudnn", *COPIES),
 }
 _DEFAULT_16BIT = (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math")
 _DEFAULT_GRADIENTS = _DEFAULT_FP8["train"]
@@ -169,7 +171,7 @@ def contenders(
                     continue
                 if phase in ("whole_call", "train") and precision == "fp8" and name != OURS:
                     continue  # FA3's FP8 kernel takes 8-bit tensors; it has no quantiser and no backward
-                if name in (OURS, "copy") and precision != "fp8" and (dtype == "fp8" or phase == "quantize"):
+                if name in (OURS, *COPIES) and precision != "fp8" and (dtype == "fp8" or phase == "quantize"):
                     continue
                 by_recipe = name == OURS and precision == "fp8" and phase != "decode"
                 for recipe in recipes if by_recipe else (None,):

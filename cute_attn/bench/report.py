@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 
 from cute_attn.bench.gradients import FLOP_FACTORS
-from cute_attn.bench.peers import OURS
+from cute_attn.bench.peers import COPIES, OURS
 from cute_attn.bench.record import ROW_FIELDS
 
 Row = Mapping[str, Any]
@@ -265,11 +265,17 @@ def _speed_grid(result: Pivot) -> Grid:
 
 def _latency_grid(result: Pivot) -> Grid:
     """Microseconds of a call, and our share of what the copy moved in the same rounds."""
-    contenders = [name for name in result.ours + result.peers if not name.startswith("copy ")]
-    copies = [name for name in result.peers if name.startswith("copy ")]
+    copies = [name for name in result.peers if name.split()[0] in COPIES]
+    contenders = [name for name in result.ours + result.peers if name not in copies]
     grid = Grid(
         f"{TITLES[result.phase]}: microseconds of a call",
-        ["d", "seqlen", "b x h", *contenders, *(f"{name} / copy" for name in result.ours if copies)],
+        [
+            "d",
+            "seqlen",
+            "b x h",
+            *contenders,
+            *(f"{name} / {copy.split()[0]}" for name in result.ours for copy in copies),
+        ],
         text_columns=1,
     )
     for line in result.lines:
@@ -280,13 +286,14 @@ def _latency_grid(result: Pivot) -> Grid:
         for name in contenders:
             ms = result.rows[line, name]["ms"] if (line, name) in result.rows else None
             cells.append("-" if ms is None else f"{ms * 1e3:.1f}")
-        for name in result.ours if copies else ():
-            own, copied = result.speed(line, name), result.speed(line, copies[0])
-            cells.append(_ratio(own / copied if own and copied else None))
+        for name in result.ours:
+            for copy in copies:
+                own, copied = result.speed(line, name), result.speed(line, copy)
+                cells.append(_ratio(own / copied if own and copied else None))
         grid.lines.append(cells)
     grid.notes.append(
         "By a CUDA graph, without the host; small caches in turn, so that L2 does not hold them. The copy reads 1 GiB "
-        "and writes as much: both count."
+        "and writes as much: both count. copy_cache reads and writes as many bytes as the cache has, in such a graph."
     )
     return grid
 

@@ -275,7 +275,7 @@ def time_cell(
         for contender, batch in timed.items():
             timing = batch.per_call(calls[contender])
             bytes_moved = moved[contender]
-            attends = contender.phase != "quantize" and contender.provider != "copy"
+            attends = contender.phase != "quantize" and contender.provider not in peers.COPIES
             flops = case.flops * gradients.FLOP_FACTORS.get(contender.phase, 1.0)
             rows[contender].update(
                 ms=timing.ms,

@@ -121,15 +121,16 @@ class AddUp:
                     if column < self.cfg.head_dim_v:
                         pieces = cute.make_rmem_tensor((4, self.at_once), Float32)
                         for j in cutlass.range_constexpr(self.at_once):
-                            # past the last part that one again, of no weight
+                            # past the last part that one again, which is not added
                             at_j = cutlass.min(i0 + j0 + j, count - 1)
                             part = slot + at_j * apart + (later if at_j == 0 else 0)
                             source = cute.domain_offset((part, place, column), m_o).iterator.toint()
                             source = cute.make_ptr(Float32, source, cute.AddressSpace.gmem, assumed_align=16)
                             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), pieces[None, j])
                         for j in cutlass.range_constexpr(self.at_once):
+                            inside = i0 + j0 + j < count  # else of weight 0, but 0 times infinity is NaN
                             for e in cutlass.range_constexpr(4):
-                                o[e, v] = o[e, v] + weights[j] * pieces[e, j]
+                                o[e, v] = o[e, v] + weights[j] * pieces[e, j] if inside else o[e, v]
         for step in cutlass.range_constexpr(5):
             total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
         for v in cutlass.range_constexpr(self.vectors):
