@@ -269,7 +269,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
                 layout,
                 angles,
                 angles,
-                cutlass.Int32(0),
+                *[cutlass.Int32(0)] * 3,
             ]
         options = f"{LESS_MOTION} {options}"
     return cute.compile(entry, *args, stream, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}")
