@@ -31,6 +31,7 @@ from cute_attn.kernels.config import (
     Fwd16Config,
     Fwd16Sm80Config,
     FwdConfig,
+    MergeConfig,
     QuantizeConfig,
 )
 from cute_attn.kernels.operands import Layout
@@ -47,6 +48,7 @@ from cute_attn.quantize import (
     with_positive_scale,
 )
 from cute_attn.schedule import heads_in_turn
+from cute_attn.tiles import DTYPE_NAMES
 
 LOG2_E = math.log2(math.e)
 
@@ -558,6 +560,21 @@ class Forward:
         layout = quantiser.layout_object
         self.kernel(out, base, lse_at, lse_add, layout, *self.factors, slopes, sinks, *self.ends)
         return out if lse is None else (out, lse)
+
+
+def launch_merge(
+    before: Tensor, lse_before: Tensor, part: Tensor, lse: Tensor, out: Tensor, lse_out: Tensor
+) -> None:
+    """Merge attention over two parts of the keys with the compiled kernel, see any/merge.py.
+
+    Args:
+        before, out: (batch, rows, heads, head_dim_v) float32 or of the dtype of `part`; out may be before.
+        part: likewise, float16 or bfloat16.
+        lse_before, lse, lse_out: (batch, heads, rows) float32, any strides; lse_out may be lse_before.
+    """
+    wide = (x.dtype == torch.float32 for x in (before, out))
+    config = MergeConfig(part.shape[3], DTYPE_NAMES[part.dtype], *wide)
+    compile_kernel(config)(before, part, out, lse_before, lse, lse_out)
 
 
 def _window_ends(window: tuple[int, int], seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
