@@ -378,7 +378,7 @@ def launch_key_sums(
         sums: (batch, chunks, heads_k, head_dim) float32, contiguous: where they go.
     """
     k, v = _aligned(k), _aligned(v)
-    layout = Layout(k.shape[1], k.shape[2], *[0] * (len(Layout._fields) - 3), sums.data_ptr())
+    layout = (k.shape[1], k.shape[2], *[0] * (len(Layout._fields) - 3), sums.data_ptr())  # as in `Forward`
     signs = _signs(config.head_dim, recipe.rotation_seed, k.device) if config.rotate else None
     compile_kernel(config)(k, k, v, signs, *_NO_AMAX, 0, layout, None, None, 0, 0, chunk)
 
@@ -404,7 +404,7 @@ def launch_quantize_into(
     """
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     dot = into.q_dot_mean
-    layout = Layout(
+    layout = (  # the fields of Layout, likewise
         k.shape[1],
         k.shape[2],
         into.q.data_ptr(),

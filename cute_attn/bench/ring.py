@@ -346,7 +346,7 @@ def _intervals(call: Callable[[], Any]) -> tuple[list[Interval], list[Interval]]
     messages: list[Interval] = []
     others: list[Interval] = []
     # Those that torch.profiler makes of these events count from the start of each rank's own trace.
-    for event in seen.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in seen.profiler.kineto_results.events():
         if event.device_type() == DeviceType.CUDA:
             kind = messages if "nccl" in event.name().lower() else others
             kind.append((event.start_ns() / 1e3, (event.start_ns() + event.duration_ns()) / 1e3))

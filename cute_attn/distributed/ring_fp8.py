@@ -195,7 +195,7 @@ class _Shard:
             _all_gather(every, own, group=ring.group)
             traffic.means += (ring.size - 1) * own.numel() * own.element_size()
         found = {}
-        for s, rows in enumerate(every.index_select(0, places.index).split(places.counts)):
+        for s, rows in enumerate(every.index_select(0, places.order).split(places.counts)):
             length = self.sharding.seqlens[s]
             if length:
                 mine = rows.view(batch, -1, heads, head_dim)
@@ -280,14 +280,14 @@ class _Places(NamedTuple):
         whole: each rank has whole chunks of every sequence, and rows are their sums; else they are samples.
         spans: of each sequence, keys of a row.
         most: rows of the rank that has most; the others' are padded to so many.
-        index: rows of all sequences, each (batch, chunks or samples), among those of all ranks; on the device.
+        order: rows of all sequences, each (batch, chunks or samples), among those of all ranks; on the device.
         counts: of each sequence, its rows.
     """
 
     whole: bool
     spans: tuple[int, ...]
     most: int
-    index: Tensor
+    order: Tensor
     counts: tuple[int, ...]
 
 
