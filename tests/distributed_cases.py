@@ -5,6 +5,7 @@ A rank's process imports this module alone. Each case works out the whole proble
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import faulthandler
 import functools
@@ -648,6 +649,30 @@ def run_gpu_rank(rank: int, folder: str, ranks: int) -> None:
     say("done")
 
 
+def check_gpu_codes(rank: int, ranks: int) -> None:
+    """Where each rank sums whole chunks of the mean key, codes, scales and mean products are those of one call."""
+    seqlen = 4096
+    q, k, v, _ = (x.cuda() for x in tensors(seqlen, seqlen, 4, 2, head_dim=128))
+    whole, sharding = cute_attn.quantize(q, k, v, "accurate"), Sharding(seqlen, ranks)
+    problem = dataclasses.replace(problem_of(sharding, "accurate"), backend="auto")
+    ring_of = problem.ring(dist.group.WORLD if ranks > 1 else None)
+    got = quantize_shard(*(sharding.shard(x, rank) for x in (q, k, v)), ring_of, problem)[0]
+    for name in ("q", "k"):
+        one, many = (getattr(x, name).view(torch.uint8) for x in (whole, got))
+        assert torch.equal(sharding.shard(one, rank), many), name
+    for name in ("q_scale", "q_dot_mean"):
+        assert torch.equal(sharding.shard(getattr(whole, name), rank, 2), getattr(got, name)), name
+    positions = sharding.positions(rank).to(q.device)
+    for name, group in (("k_scale", 64), ("v_scale", 256)):
+        assert torch.equal(getattr(whole, name)[..., torch.unique(positions // group)], getattr(got, name)), (
+            name
+        )
+    one, many = (
+        unpermute_v(vt, n).view(torch.uint8) for vt, n in ((whole.vt, seqlen), (got.vt, len(positions)))
+    )
+    assert torch.equal(sharding.shard(one, rank), many)
+
+
 def on_gpu(rank: int, ranks: int, say: Callable[[str], None]) -> None:
     seqlen = 1100
     torch.manual_seed(0)
@@ -680,6 +705,8 @@ def on_gpu(rank: int, ranks: int, say: Callable[[str], None]) -> None:
         say(f"{recipe}: {error:.1e} from one call")
         # Two roundings to 16 bits more, and P near e4m3's smallest, as each part has a reference of its own.
         assert error < 2.0**-8, f"{recipe}: {error}"
+    check_gpu_codes(rank, ranks)
+    say("codes where each rank sums whole chunks")
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     cute_attn.fp8_attention(*leaves, causal=True).backward(dout)
     mine = [sharding.shard(x, rank).requires_grad_() for x in (q, k, v)]
