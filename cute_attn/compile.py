@@ -47,6 +47,7 @@ from cute_attn.kernels.config import (
     Fwd16Config,
     Fwd16Sm80Config,
     FwdConfig,
+    MergeConfig,
     QuantizeConfig,
     UnpackConfig,
 )
@@ -75,6 +76,7 @@ KernelConfig = (
     | DecodeConfig
     | AppendConfig
     | UnpackConfig
+    | MergeConfig
 )
 
 ARCH = "sm_90a"  # WGMMA and setmaxnreg exist for this exact target only
@@ -135,6 +137,17 @@ def build(config: KernelConfig, options: str = "") -> Any:
     elif isinstance(config, UnpackConfig):
         entry, args = _unpack_arguments(config, wide, scalars)
         arch = config.arch
+    elif isinstance(config, MergeConfig):
+        from cute_attn.kernels.any.merge import Merge
+        from cute_attn.kernels.any.vectors import IN_TYPES
+
+        element = IN_TYPES[config.dtype]
+        before, out = (cutlass.Float32 if x else element for x in (config.wide_before, config.wide_out))
+        entry = Merge(config)
+        args = [
+            *(wide(x, batch, seqlen_q, heads_q, d_v) for x in (before, element, out)),
+            *(scalars(batch, heads_q, seqlen_q) for _ in range(3)),
+        ]
     elif isinstance(config, Fwd16Config | Fwd16Sm80Config):
         element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
         of_batch = () if config.varlen else (batch,)
@@ -269,7 +282,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
                 layout,
                 angles,
                 angles,
-                cutlass.Int32(0),
+                *[cutlass.Int32(0)] * 3,
             ]
         options = f"{LESS_MOTION} {options}"
     return cute.compile(entry, *args, stream, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}")

@@ -31,6 +31,7 @@ from cute_attn.kernels.config import (
     Fwd16Config,
     Fwd16Sm80Config,
     FwdConfig,
+    MergeConfig,
     QuantizeConfig,
 )
 from cute_attn.kernels.operands import Layout
@@ -47,6 +48,7 @@ from cute_attn.quantize import (
     with_positive_scale,
 )
 from cute_attn.schedule import heads_in_turn
+from cute_attn.tiles import DTYPE_NAMES
 
 LOG2_E = math.log2(math.e)
 
@@ -233,10 +235,13 @@ class Quantiser:
         amax: _Amax = _NO_AMAX,
         given: int = 0,
     ) -> None:
-        """A call for a workspace at the address `base`; amax and given: of `_passes_before`, where `static` is true."""
+        """A call for a workspace at the address `base`; amax and given: of `_passes_before`, where `static` is true.
+
+        A given mean is one sum of one sample.
+        """
         cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
         try:
-            self._kernel(q, k, v, self._signs, *amax, base, self.layout_object, cos, sin, given)
+            self._kernel(q, k, v, self._signs, *amax, base, self.layout_object, cos, sin, given, given, 0)
             return
         except Exception:  # not bound to a name: with its traceback it would hold this frame, and the inputs
             validate.check_inputs(
@@ -247,7 +252,7 @@ class Quantiser:
             if all(x is y for x, y in zip(aligned, inputs, strict=True)):
                 raise
         *qkv, cos, sin = aligned
-        self._kernel(*qkv, self._signs, *amax, base, self.layout_object, cos, sin, given)
+        self._kernel(*qkv, self._signs, *amax, base, self.layout_object, cos, sin, given, given, 0)
 
     def _passes_before(
         self,
@@ -358,6 +363,68 @@ def launch_quantize(
     """
     quantiser = Quantiser(q.shape, k.shape, recipe, config, q.device)
     return quantiser.operands(quantiser(q, k, v, k_mean, rotary), q.dtype)
+
+
+def launch_key_sums(
+    k: Tensor, v: Tensor, recipe: Fp8Recipe, config: QuantizeConfig, chunk: int, sums: Tensor
+) -> None:
+    """Sums of the samples of each chunk, in the order of `quantize.sums_of_samples`, of keys that begin with a chunk.
+
+    Args:
+        k: (batch, keys, heads_k, head_dim) bf16 or fp16 on a CUDA device, last stride 1.
+        v: (batch, keys, heads_k, head_dim_v), likewise; not read.
+        recipe: what `config` was planned from; it smooths.
+        chunk: samples of one, of `quantize.mean_chunks` of the whole sequence.
+        sums: (batch, chunks, heads_k, head_dim) float32, contiguous: where they go.
+    """
+    k, v = _aligned(k), _aligned(v)
+    layout = (k.shape[1], k.shape[2], *[0] * (len(Layout._fields) - 3), sums.data_ptr())  # as in `Forward`
+    signs = _signs(config.head_dim, recipe.rotation_seed, k.device) if config.rotate else None
+    compile_kernel(config)(k, k, v, signs, *_NO_AMAX, 0, layout, None, None, 0, 0, chunk)
+
+
+def launch_quantize_into(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    recipe: Fp8Recipe,
+    config: QuantizeConfig,
+    into: QuantizedQKV,
+    sums: Tensor | None,
+    samples: int,
+) -> None:
+    """Quantise into tensors that are there, with sums of samples that need not be of these keys.
+
+    Args:
+        q, k, v, recipe, config: as in `launch_quantize`, without scales of whole tensors or heads.
+        into: tensors of the shapes that `launch_quantize` gives, addresses and strides multiples of 16 bytes, rows of
+            k_scale readable to a multiple of K_SCALE_PAD. Products with the mean key where the recipe smooths.
+        sums: (batch, chunks, heads_k, head_dim) float32, contiguous, where the recipe smooths: their sum in this order
+            over `samples` is the mean key. Else None.
+    """
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    dot = into.q_dot_mean
+    layout = (  # the fields of Layout, likewise
+        k.shape[1],
+        k.shape[2],
+        into.q.data_ptr(),
+        *into.q.stride()[:3],
+        into.k.data_ptr(),
+        *into.k.stride()[:3],
+        into.vt.data_ptr(),
+        *into.vt.stride()[:3],
+        into.q_scale.data_ptr(),
+        *into.q_scale.stride(),
+        into.k_scale.data_ptr(),
+        *into.k_scale.stride()[:2],
+        into.v_scale.data_ptr(),
+        *into.v_scale.stride()[:2],
+        *((0, *_NO_STRIDES) if dot is None else (dot.data_ptr(), *dot.stride())),
+        0 if sums is None else sums.data_ptr(),
+    )
+    signs = _signs(config.head_dim, recipe.rotation_seed, q.device) if config.rotate else None
+    given = 0 if sums is None else sums.shape[1]
+    compile_kernel(config)(q, k, v, signs, *_NO_AMAX, 0, layout, None, None, given, samples, 0)
 
 
 def launch_transpose_v(v: Tensor, config: QuantizeConfig) -> Tensor:
@@ -493,6 +560,21 @@ class Forward:
         layout = quantiser.layout_object
         self.kernel(out, base, lse_at, lse_add, layout, *self.factors, slopes, sinks, *self.ends)
         return out if lse is None else (out, lse)
+
+
+def launch_merge(
+    before: Tensor, lse_before: Tensor, part: Tensor, lse: Tensor, out: Tensor, lse_out: Tensor
+) -> None:
+    """Merge attention over two parts of the keys with the compiled kernel, see any/merge.py.
+
+    Args:
+        before, out: (batch, rows, heads, head_dim_v) float32 or of the dtype of `part`; out may be before.
+        part: likewise, float16 or bfloat16.
+        lse_before, lse, lse_out: (batch, heads, rows) float32, any strides; lse_out may be lse_before.
+    """
+    wide = (x.dtype == torch.float32 for x in (before, out))
+    config = MergeConfig(part.shape[3], DTYPE_NAMES[part.dtype], *wide)
+    compile_kernel(config)(before, part, out, lse_before, lse, lse_out)
 
 
 def _window_ends(window: tuple[int, int], seqlen_q: int, seqlen_k: int) -> tuple[int, int]:

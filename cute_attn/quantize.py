@@ -69,12 +69,14 @@ __all__ = [
     "mean_chunks",
     "mean_key",
     "mean_of_samples",
+    "mean_of_sums",
     "permute_v",
     "quantize_reference",
     "resolve_recipe",
     "rotation_signs",
     "scale_norm",
     "static_amax",
+    "sums_of_samples",
     "to_e4m3",
     "to_int8",
     "unpermute_v",
@@ -598,16 +600,31 @@ def mean_of_samples(sample: Tensor, seqlen_k: int) -> Tensor:
     count = sample.shape[1]
     if count == 0:
         return sample.new_zeros(sample.shape[0], *sample.shape[2:])
-    chunk, chunks = mean_chunks(seqlen_k)
-    sample = F.pad(sample, (0, 0, 0, 0, 0, chunk * chunks - count))  # zeros change no sum that starts from 0
+    return mean_of_sums(sums_of_samples(sample, mean_chunks(seqlen_k)[0]), count)
+
+
+def sums_of_samples(sample: Tensor, chunk: int) -> Tensor:
+    """(batch, samples, heads_k, head_dim) float32 to (batch, ceil(samples / chunk), ..): the sums of `mean_key`."""
+    chunks = -(-sample.shape[1] // chunk)
+    # zeros change no sum that starts from 0
+    sample = F.pad(sample, (0, 0, 0, 0, 0, chunk * chunks - sample.shape[1]))
     parts = sample.unflatten(1, (chunks, chunk // MEAN_LANES, MEAN_LANES))
-    for dim in (2, 2, 1):  # the steps of a lane, the lanes, the chunks
-        total = torch.zeros_like(parts.select(dim, 0))
-        for part in parts.unbind(dim):
-            total = total + part
-        parts = total
+    return _added(_added(parts, 2), 2)  # the steps of a lane, the lanes
+
+
+def mean_of_sums(sums: Tensor, count: int) -> Tensor:
+    """`mean_key` of `count` samples from the sums of their chunks, (batch, chunks, heads_k, head_dim) float32."""
+    total = _added(sums, 1)
     # A tensor as the divisor: torch multiplies by the reciprocal of a number, which rounds twice.
-    return parts / torch.full_like(parts, count)
+    return total / torch.full_like(total, count)
+
+
+def _added(parts: Tensor, dim: int) -> Tensor:
+    """Their sum over a dimension, one after the other, from 0."""
+    total = torch.zeros_like(parts.select(dim, 0))
+    for part in parts.unbind(dim):
+        total = total + part
+    return total
 
 
 def _transform(

@@ -243,7 +243,9 @@ class QuantizeEntry:
         layout: cute.Shape,  # see Layout
         cos,  # (seqlen_ro, rotary_dim / 2) of the dtype of q with `rotary`
         sin,
-        mean_given: Int32,  # with `smooth`: 1 if the sums are the mean itself, as one sum; 0 if to be made
+        given: Int32,  # with `smooth`: sums of the mean key that are there already; 0 if they are to be made
+        samples: Int32,  # of which these are: their sum over it is the mean
+        only_chunk: Int32,  # with `smooth`: > 0 if sums are all that is wanted, of chunks of so many samples
         stream,
     ):
         cfg = self.cfg
@@ -254,12 +256,17 @@ class QuantizeEntry:
         chunk, chunks, count = Int32(0), Int32(1), Int32(1)
         if const_expr(cfg.smooth):
             # In the steps of `cute_attn.quantize.mean_chunks`.
-            samples = (k.shape[1] + (MEAN_STRIDE - 1)) // MEAN_STRIDE
+            own = (k.shape[1] + (MEAN_STRIDE - 1)) // MEAN_STRIDE
             step = MEAN_LANES * MEAN_UNROLL
-            if mean_given == 0:
-                chunk = (samples + (step * MEAN_CHUNKS - 1)) // (step * MEAN_CHUNKS) * step
-                chunks = (samples + chunk - 1) // chunk
-                count = samples
+            if given > 0:
+                chunks, count = given, samples
+            elif only_chunk > 0:
+                chunk, count = only_chunk, Int32(0)
+                chunks = (own + chunk - 1) // chunk
+            else:
+                chunk = (own + (step * MEAN_CHUNKS - 1)) // (step * MEAN_CHUNKS) * step
+                chunks = (own + chunk - 1) // chunk
+                count = own
             head = Int64(cfg.head_dim)
             sums = _tensor(
                 Float32,

@@ -5,6 +5,7 @@ A rank's process imports this module alone. Each case works out the whole proble
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import faulthandler
 import functools
@@ -313,11 +314,11 @@ def problem_of(sharding: Sharding, recipe: str) -> RingProblem:
     )
 
 
-def check_codes(recipe: str) -> None:
+def check_codes(recipe: str, lengths: tuple[int, int] = (1300, 300), multiple: int = 256) -> None:
     """Codes, scales and mean products of a rank are those of one process, bit for bit."""
-    lengths, rank = (1300, 300), dist.get_rank()
-    q, k, v, _ = (x[0] for x in tensors(1600, 1600, 2, 1, batch=1))
-    sharding = Sharding(lengths, 4)
+    rank = dist.get_rank()
+    q, k, v, _ = (x[0] for x in tensors(sum(lengths), sum(lengths), 2, 1, batch=1))
+    sharding = Sharding(lengths, 4, multiple=multiple)
     problem = problem_of(sharding, recipe)
     mine = [sharding.shard(x, rank, 0)[None] for x in (q, k, v)]
     found = quantize_shard(*mine, problem.ring(dist.group.WORLD), problem)
@@ -342,6 +343,28 @@ def check_codes(recipe: str) -> None:
 
 def case_codes_are_those_of_one_process() -> None:
     check_codes("accurate")
+
+
+def case_codes_where_each_rank_sums_whole_chunks() -> None:
+    """The mean key from sums of ranks: of a sequence they have in turns, and of one that a single rank has."""
+    before = traffic.means
+    check_codes("accurate", (6000, 1000), multiple=1024)
+    # Ranks have 1 to 3 chunks of a head, in float32; all send as many as the one that has most.
+    assert traffic.means - before == 3 * 3 * 32 * 4
+
+
+def case_sums_of_several_batches() -> None:
+    """Shards of one process are those of its whole batch."""
+    rank, sharding = dist.get_rank(), Sharding(5000, 4, order="contiguous", multiple=1024)
+    q, k, v, _ = tensors(5000, 5000, 2, 2, batch=2)
+    problem = problem_of(sharding, "accurate")
+    found = quantize_shard(
+        *(sharding.shard(x, rank) for x in (q, k, v)), problem.ring(dist.group.WORLD), problem
+    )
+    whole = quantize_reference(q, k, v, problem.recipe)  # type: ignore[arg-type]
+    for piece in sharding.pieces(rank):
+        one, many = (x.view(torch.uint8) for x in (whole.k[:, piece.start : piece.stop], found[0].k))
+        assert torch.equal(one, many)
 
 
 def case_codes_of_blocks_of_queries() -> None:
@@ -626,6 +649,30 @@ def run_gpu_rank(rank: int, folder: str, ranks: int) -> None:
     say("done")
 
 
+def check_gpu_codes(rank: int, ranks: int) -> None:
+    """Where each rank sums whole chunks of the mean key, codes, scales and mean products are those of one call."""
+    seqlen = 4096
+    q, k, v, _ = (x.cuda() for x in tensors(seqlen, seqlen, 4, 2, head_dim=128))
+    whole, sharding = cute_attn.quantize(q, k, v, "accurate"), Sharding(seqlen, ranks)
+    problem = dataclasses.replace(problem_of(sharding, "accurate"), backend="auto")
+    ring_of = problem.ring(dist.group.WORLD if ranks > 1 else None)
+    got = quantize_shard(*(sharding.shard(x, rank) for x in (q, k, v)), ring_of, problem)[0]
+    for name in ("q", "k"):
+        one, many = (getattr(x, name).view(torch.uint8) for x in (whole, got))
+        assert torch.equal(sharding.shard(one, rank), many), name
+    for name in ("q_scale", "q_dot_mean"):
+        assert torch.equal(sharding.shard(getattr(whole, name), rank, 2), getattr(got, name)), name
+    positions = sharding.positions(rank).to(q.device)
+    for name, group in (("k_scale", 64), ("v_scale", 256)):
+        assert torch.equal(getattr(whole, name)[..., torch.unique(positions // group)], getattr(got, name)), (
+            name
+        )
+    one, many = (
+        unpermute_v(vt, n).view(torch.uint8) for vt, n in ((whole.vt, seqlen), (got.vt, len(positions)))
+    )
+    assert torch.equal(sharding.shard(one, rank), many)
+
+
 def on_gpu(rank: int, ranks: int, say: Callable[[str], None]) -> None:
     seqlen = 1100
     torch.manual_seed(0)
@@ -658,6 +705,8 @@ def on_gpu(rank: int, ranks: int, say: Callable[[str], None]) -> None:
         say(f"{recipe}: {error:.1e} from one call")
         # Two roundings to 16 bits more, and P near e4m3's smallest, as each part has a reference of its own.
         assert error < 2.0**-8, f"{recipe}: {error}"
+    check_gpu_codes(rank, ranks)
+    say("codes where each rank sums whole chunks")
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     cute_attn.fp8_attention(*leaves, causal=True).backward(dout)
     mine = [sharding.shard(x, rank).requires_grad_() for x in (q, k, v)]

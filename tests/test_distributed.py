@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import multiprocessing
 import os
 import socket
@@ -21,6 +22,7 @@ import torch.multiprocessing as mp
 import cute_attn.bench.__main__ as bench
 from cute_attn import compile as compiler
 from cute_attn.bench import record, ring
+from cute_attn.kernels.config import MergeConfig
 
 no_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 
@@ -119,12 +121,21 @@ def test_hidden_share() -> None:
     assert ring.hidden_share(([], [(0, 1)])) is None
 
 
+def test_messages_begin_when_all_ranks_have_begun() -> None:
+    """One that has ended before another rank says that it began took no time."""
+    messages = [(0.0, 10.0), (20.0, 30.0), (40.0, 41.0)]
+    starts = [[0.0, 20.0, 40.0], [4.0, 15.0, 41.5]]
+    assert ring.begun_by_all(messages, starts) == [(4.0, 10.0), (20.0, 30.0), (41.0, 41.0)]
+
+
 @pytest.fixture(scope="module")
 def compiled() -> None:
     """The kernels of `distributed_cases.on_gpu` in the disk cache: ranks would compile one after the other."""
     names = ["--recipe", "accurate,fp8,paper,bf16", "--dtype", "fp16", "--head-dim", "128"]
     jobs = str(min(24, os.cpu_count() or 1))
     compiler.main([*names, "--mask", "full,causal,window", "--backward", "--jobs", jobs])
+    for wide in itertools.product((False, True), repeat=2):
+        compiler.compile_kernel(MergeConfig(128, "fp16", *wide))
 
 
 @pytest.mark.gpu

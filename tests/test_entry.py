@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -20,7 +21,7 @@ from cute_attn.kernels.config import FwdConfig, QuantizeConfig
 from cute_attn.kernels.entry import FwdEntry, QuantizeEntry
 from cute_attn.kernels.operands import Layout
 from cute_attn.problem import Features
-from cute_attn.quantize import PRESETS, Fp8Recipe, from_fp8, mean_chunks
+from cute_attn.quantize import PRESETS, Fp8Recipe, from_fp8, mean_chunks, quantize_reference
 from cute_attn.tiles import forward_config, quantize_config
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -169,7 +170,7 @@ def compiled(config: FwdConfig | QuantizeConfig) -> tuple[Callable[..., None], P
             layout,
             None,
             None,
-            Int32(0),
+            *[Int32(0)] * 3,
         ]
     function = cute.compile(entry, *args, None, options="--enable-tvm-ffi --gpu-arch sm_90a")
     return lambda *given: function(*given, None), probe
@@ -251,6 +252,45 @@ def test_a_given_mean_is_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     found = compiled(config)[1].read(sink)
     assert found[4] == (workspace.data_ptr() + quantiser.layout.sums, (2, 1, 2, 64), (128, 128, 64, 1))
     assert found[15:] == [0, 1]
+
+
+@pytest.mark.parametrize("recipe", [PRESETS["accurate"], PRESETS["paper"]], ids=lambda recipe: recipe.name)
+def test_quantising_into_given_tensors(recipe: Fp8Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands in memory of their own, and sums that are there."""
+    q, k, v = inputs((2, 9, 500, 4, 2), 192, 128)
+    config = quantize_config(recipe, 192, 128, "bf16")
+    into = quantize_reference(q, k, v, recipe)
+    wide = torch.zeros(2, 2, 12)  # rows of k_scale are readable to a multiple of 4
+    into = replace(into, q_scale=into.q_scale.contiguous(), k_scale=wide[..., :8])
+    sums = torch.zeros(2, 3, 2, 192) if recipe.smooth_k else None
+    sink = memory()
+    monkeypatch.setattr(launch, "_signs", lambda *_: sink)
+    launch.launch_quantize_into(q, k, v, recipe, config, into, sums, 33)
+    found = compiled(config)[1].read(sink)
+    assert found[:4] == [seen(x) for x in (q, k, v, sink)]
+    assert found[8:14] == [
+        seen(x) for x in (into.q, into.k, into.vt, into.q_scale, into.k_scale, into.v_scale)
+    ]
+    if sums is None:
+        assert into.q_dot_mean is None and found[15:] == [0, 1]
+    else:
+        assert into.q_dot_mean is not None and found[14] == seen(into.q_dot_mean)
+        assert found[4] == seen(sums) and found[15:] == [0, 33]
+
+
+@pytest.mark.parametrize("keys", [1, 2048, 2049, 5000])
+def test_sums_alone(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chunks longer than those of so few keys would be."""
+    _, k, v = inputs((2, 1, keys, 2, 2), 192, 128)
+    recipe = PRESETS["accurate"]
+    config = quantize_config(recipe, 192, 128, "bf16")
+    sums = torch.zeros(2, -(-keys // 2048), 2, 192)
+    sink = memory()
+    monkeypatch.setattr(launch, "_signs", lambda *_: sink)
+    launch.launch_key_sums(k, v, recipe, config, 128, sums)
+    found = compiled(config)[1].read(sink)
+    assert found[1] == seen(k) and found[4] == seen(sums)
+    assert found[15:] == [128, 0]  # no samples of a mean: nothing behind the sums
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)])

@@ -190,7 +190,7 @@ def test_arguments_of_a_call(recipe: Fp8Recipe, default: torch.dtype, compiled: 
     finally:
         torch.set_default_dtype(before)
     (
-        (*tensors, base, layout, _, _, given),
+        (*tensors, base, layout, _, _, given, samples, only_chunk),
         (o, base_again, lse_at, lse_add, layout_again, scale, log2, *order),
     ) = compiled.calls
     assert all(x is y for x, y in zip(tensors[:3], (q, k, v), strict=True))
@@ -199,7 +199,8 @@ def test_arguments_of_a_call(recipe: Fp8Recipe, default: torch.dtype, compiled: 
         ((64,), torch.float32) if recipe.rotation == "hadamard" else None,
         *(((2, heads), torch.float32) if static else None for heads in (4, 2, 2)),
     ]
-    assert given == int(static and recipe.smooth_k)  # the passes for amax need the mean first
+    assert given == samples == int(static and recipe.smooth_k)  # the passes for amax need the mean first
+    assert only_chunk == 0
     assert o is out and (tuple(out.shape), out.dtype) == ((2, 130, 4, 64), BF16)
     assert (tuple(lse.shape), lse.dtype, lse_at) == ((2, 4, 130), torch.float32, lse.data_ptr())
     assert base == base_again and Layout(*layout) == Layout(*layout_again)
@@ -284,7 +285,7 @@ def test_the_workspace_goes_back_behind_both_kernels(compiled: Compiled) -> None
             part, name, lambda *args, kernel=kernel: held.append({*compiled.memory.held}) or kernel(*args)
         )
     call(q, k, v, False)
-    base = compiled.calls[0][-5]
+    base = compiled.calls[0][-7]
     assert held == [{base}, {base}] and compiled.calls[1][1] == base and not compiled.memory.held
     with pytest.raises(TypeError, match="k has dtype"):
         call(q, k.half(), v, False)
@@ -324,7 +325,7 @@ def test_what_the_mean_key_is_made_of(recipe: Fp8Recipe, compiled: Compiled) -> 
     for k_mean in (None, given):
         workspace = quantiser(q, k, v, k_mean)
         want = mean_key(k) if k_mean is None and recipe is PER_HEAD else k_mean
-        assert compiled.calls[-1][-1] == int(want is not None)
+        assert compiled.calls[-1][-3:] == (*[int(want is not None)] * 2, 0)
         if want is not None:
             at = quantiser.layout.sums
             found = workspace[at : at + 4 * want.numel()].view(torch.float32).view(2, 2, 64)
@@ -441,7 +442,7 @@ def test_operands_of_the_quantiser_are_taken_as_they_are(compiled: Compiled) -> 
     recipe = PRESETS["accurate"]
     qkv = launch.launch_quantize(q, k, v, recipe, quantiser_of(recipe))
     attend(qkv)
-    (*_, base, layout, _, _, _), (_, zero, _, lse_add, absolute, *_) = compiled.calls
+    (*_, base, layout, _, _, _, _, _), (_, zero, _, lse_add, absolute, *_) = compiled.calls
     assert zero == 0 and lse_add == base + Layout(*layout).q_dot
     for field, offset in Layout(*layout)._asdict().items():
         if field not in ("q_dot", "sums"):
@@ -500,11 +501,11 @@ def test_tables_of_a_rotary_embedding_reach_the_quantiser(compiled: Compiled) ->
     rotary = Rotary(cos, sin, True)
     config = quantize_config(PRESETS["accurate"], 64, 64, "bf16", "interleaved")
     launch.launch_quantize(q, k, v, PRESETS["accurate"], config, rotary=rotary)
-    assert compiled.calls[0][-3] is cos and compiled.calls[0][-2] is sin
+    assert compiled.calls[0][-5] is cos and compiled.calls[0][-4] is sin
     odd = Rotary(shifted(cos), sin, True)
     launch.launch_quantize(shifted(q), k, v, PRESETS["accurate"], config, rotary=odd)
-    copied = compiled.calls[-1][-3]
-    assert copied.data_ptr() % 16 == 0 and torch.equal(copied, cos) and compiled.calls[-1][-2] is sin
+    copied = compiled.calls[-1][-5]
+    assert copied.data_ptr() % 16 == 0 and torch.equal(copied, cos) and compiled.calls[-1][-4] is sin
 
 
 @pytest.mark.parametrize("mode", ["q", "k"])

@@ -147,7 +147,9 @@ def grid(rows: Sequence[dict[str, Any]]) -> report.Grid:
     headers = ["method", "precision", "mask", "seqlen", "ranks", "ms", "TFLOP/s", "x one GPU", "MiB sent"]
     notes = [
         "Whole forward calls from 16-bit tensors, the slowest rank, median of rounds. Sent: by the rank that sends "
-        "most, in one call. Hidden: part of the time of messages during which kernels compute, from the profiler. "
+        "most, in one call. Hidden: part of the time of messages during which kernels compute, from the profiler, in "
+        "calls as they are timed. A message counts from when all ranks have begun it: before, its kernel waits, and "
+        "nothing is sent. "
         "Difference: RMS from one GPU, of its RMS."
     ]
     return report.Grid(
@@ -181,7 +183,7 @@ def measure(cell: Cell, recipe: str | None, dtype: str, rounds: int, hopper: boo
         difference[name] = _difference(
             out, shard_of(name, cell, world).shard(one, rank) if name != "one_gpu" else one
         )
-        hidden[name] = hidden_share(_intervals(call)) if hopper and name != "one_gpu" else None
+        hidden[name] = _hidden(call) if hopper and name != "one_gpu" else None
     for number in range(rounds):
         order = list(calls)[number % len(calls) :] + list(calls)[: number % len(calls)]
         for name in order:
@@ -320,22 +322,46 @@ def _wait() -> None:
 Interval = tuple[float, float]
 
 
+def _hidden(call: Callable[[], Any]) -> float | None:
+    """`hidden_share` of calls as `_time` makes them, with messages from when all ranks have begun them; collective."""
+    messages, others = _intervals(call)
+    starts: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(starts, [start for start, _ in messages])
+    # Clocks of one machine are one. Where ranks differ in messages, whose begins are which is not known.
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE") and len({*map(len, starts)}) == 1:
+        messages = begun_by_all(messages, starts)
+    return hidden_share((messages, others))
+
+
 def _intervals(call: Callable[[], Any]) -> tuple[list[Interval], list[Interval]]:
-    """(messages, other kernels) on the GPU in one call, in microseconds."""
+    """(messages, other kernels) on the GPU in `CALLS` calls, in their order, in microseconds of the machine's clock."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]  # as its events are told apart
     from torch.profiler import ProfilerActivity, profile
 
     dist.barrier()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-        call()
+        for _ in range(CALLS):
+            call()
         torch.cuda.synchronize()
     messages: list[Interval] = []
     others: list[Interval] = []
-    for event in seen.events() or ():
-        if event.device_type == DeviceType.CUDA:
-            kind = messages if "nccl" in event.name.lower() else others
-            kind.append((event.time_range.start, event.time_range.end))
-    return messages, others
+    # Those that torch.profiler makes of these events count from the start of each rank's own trace.
+    for event in seen.profiler.kineto_results.events():
+        if event.device_type() == DeviceType.CUDA:
+            kind = messages if "nccl" in event.name().lower() else others
+            kind.append((event.start_ns() / 1e3, (event.start_ns() + event.duration_ns()) / 1e3))
+    return sorted(messages), sorted(others)
+
+
+def begun_by_all(messages: Sequence[Interval], starts: Sequence[Sequence[float]]) -> list[Interval]:
+    """Messages without the time that their kernels wait for other ranks.
+
+    Args:
+        messages: of this rank, in their order.
+        starts: of each rank, when its messages start.
+    """
+    begun = map(max, zip(*starts, strict=True))
+    return [(min(start, end), end) for start, (_, end) in zip(begun, messages, strict=True)]
 
 
 def hidden_share(intervals: tuple[Iterable[Interval], Iterable[Interval]]) -> float | None:

@@ -27,7 +27,7 @@ from cute_attn.distributed.sharding import Sharding
 from cute_attn.flash import flash_attn_func
 from cute_attn.flash_autograd import sinks_gradient  # beside the operator of the gradient
 from cute_attn.flash_varlen import flash_attn_varlen_func
-from cute_attn.quantize import Fp8Recipe
+from cute_attn.quantize import V_BLOCK, Fp8Recipe
 
 __all__ = ["RingProblem", "attend"]
 
@@ -102,13 +102,15 @@ class _Attend(torch.autograd.Function):
         problem: RingProblem,
     ) -> tuple[Tensor, Tensor]:
         batch, rows, heads, _ = q.shape
-        merged = Merged(batch, rows, heads, v.shape[3], q.device)
+        ring = problem.ring(group)
+        parts = _parts(problem, ring.rank, batch, q.device) + (sinks is not None)
+        merged = Merged(batch, rows, heads, v.shape[3], q.device, parts)
         if problem.recipe is None:
-            _forward(q, k, v, problem.ring(group), problem, merged)
+            _forward(q, k, v, ring, problem, merged)
         else:
             from cute_attn.distributed.ring_fp8 import forward
 
-            forward(q, k, v, problem.ring(group), problem, merged)
+            forward(q, k, v, ring, problem, merged)
         if sinks is not None:
             merged.add_sinks(sinks)
         out, lse = merged.out.to(q.dtype), merged.lse
@@ -131,6 +133,14 @@ class _Attend(torch.autograd.Function):
             d = d if dlse is None else d - dlse
             dsinks = sinks_gradient(sinks, lse, d)
         return *gradients, dsinks, None, None
+
+
+def _parts(problem: RingProblem, rank: int, batch: int, device: torch.device) -> int:
+    """Launches whose results a rank merges."""
+    owners = range(problem.k.ring)
+    if problem.recipe is not None:
+        return sum(len(problem.calls(rank, owner, V_BLOCK)) for owner in owners)
+    return sum(len(_batches(problem.calls(rank, owner), batch, device)) for owner in owners)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring, problem: RingProblem, merged: Merged) -> None:

@@ -1,15 +1,22 @@
 """The forward of a ring in 8 bits: each rank quantises its K and V once, and codes and scales go round.
 
 Scales of tokens and blocks are those of one GPU, bit for bit, as no block straddles ranks (`Sharding.multiple`). So is
-the mean key that smoothing subtracts: its samples, every 16th key, are gathered from all ranks, and each rank sums them
-in the order of `quantize.mean_key`. A mean of means would do as well for the output and would cost less than their 1/16
-of K in 16 bits, but then codes would depend on the number of ranks.
+the mean key that smoothing subtracts, whose order of summation `quantize.mean_key` defines. Where no chunk of that sum
+straddles ranks, each rank sums its own, and the sums are gathered: a ten-thousandth of K. Else the samples are, every
+16th key, 1/16 of K in 16 bits, and each rank sums them all. A mean of means would do as well for the output, but then
+codes would depend on the number of ranks.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,37 +27,41 @@ from cute_attn.distributed.exchange import Ring, traffic
 from cute_attn.distributed.merge import Merged
 from cute_attn.distributed.ring import RingProblem
 from cute_attn.distributed.sharding import Sharding
-from cute_attn.kernels.config import MEAN_STRIDE
+from cute_attn.kernels.config import K_SCALE_PAD, MEAN_STRIDE, QuantizeConfig
 from cute_attn.problem import device_capability
 from cute_attn.quantize import (
     K_GROUP,
     V_BLOCK,
     QuantizedQKV,
+    mean_chunks,
     mean_of_samples,
+    mean_of_sums,
     quantize_reference,
+    sums_of_samples,
 )
 from cute_attn.tiles import DTYPE_NAMES, quantize_config
 
-__all__ = ["forward", "mean_keys", "part_of", "quantize_shard"]
+__all__ = ["forward", "part_of", "quantize_shard"]
 
 _ALIGNMENT = 128  # bytes: of the parts of a message
+# What newer torch calls otherwise.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring, problem: RingProblem, merged: Merged) -> None:
     """Attention of this rank's rows by `problem.recipe`; shapes as in `ring.attend`."""
-    means = _means(k, ring, problem)
-    operands = _quantize_keys(k, v, means, ring, problem)
-    own = _packed(operands, k, v, problem, ring.rank) if ring.size > 1 else k.new_empty(0, dtype=torch.uint8)
-    sizes = [_layout(k, v, problem, rank)[1] for rank in range(ring.size)]
+    shard = _Shard(q, k, v, ring, problem)
+    own = shard.quantize_keys()
+    sizes = [shard.slots(rank)[1] for rank in range(ring.size)]
     for step, block in ring.blocks(own, sizes):
         if step == 0:
             # Now, as the first message is posted: its kernel gets its SMs between the short CTAs of the quantiser,
             # before attention takes all SMs until it ends.
-            operands = _add_queries(q, operands, means, ring, problem)
+            shard.quantize_queries()
         if block is None:
             continue
         owner = ring.owner(step)
-        views = operands if step == 0 else _unpacked(block, operands, k, v, problem, owner)
+        views = shard.operands(block, owner)
         _attend_to(views, ring.rank, owner, problem, merged)
         del block, views  # the memory is for the block after the next
 
@@ -82,113 +93,236 @@ def quantize_shard(
     q: Tensor, k: Tensor, v: Tensor, ring: Ring, problem: RingProblem
 ) -> dict[int, QuantizedQKV]:
     """8-bit operands of this rank's part of each sequence that it has rows or keys of; collective."""
-    means = _means(k, ring, problem)
-    return _add_queries(q, _quantize_keys(k, v, means, ring, problem), means, ring, problem)
+    shard = _Shard(q, k, v, ring, problem)
+    own = shard.quantize_keys()
+    shard.quantize_queries()
+    return shard.operands(own, ring.rank)
 
 
-def _means(k: Tensor, ring: Ring, problem: RingProblem) -> dict[int, Tensor]:
-    assert problem.recipe is not None
-    return mean_keys(k, problem.k, ring) if problem.recipe.smooth_k else {}
+class _Queries(NamedTuple):
+    """Q of some rows of a sequence, as in `QuantizedQKV`."""
+
+    q: Tensor
+    q_scale: Tensor
+    q_dot_mean: Tensor | None
+
+    def first(self) -> _Queries:
+        """The first row; views."""
+        dot = self.q_dot_mean
+        return _Queries(self.q[:, :1], self.q_scale[..., :1], None if dot is None else dot[..., :1])
 
 
-def _quantize_keys(
-    k: Tensor, v: Tensor, means: dict[int, Tensor], ring: Ring, problem: RingProblem
-) -> dict[int, QuantizedQKV]:
-    """Of each sequence that this rank has rows or keys of; without queries yet."""
-    rows, keys = _counts(problem.q, ring.rank), _counts(problem.k, ring.rank)
-    first = _first_rows(problem.k, ring.rank)
-    found = {}
-    for s in sorted(rows.keys() | keys.keys()):
-        start, count = first.get(s, 0), keys.get(s, 0)
-        k_s, v_s = (_at_least_one(x[:, start : start + count]) for x in (k, v))
-        q_s = k.new_zeros(k.shape[0], 1, *k.shape[2:])
-        found[s] = part_of(_quantize(q_s, k_s, v_s, problem, means.get(s)), 0, 0, 0, count)
-    return found
+class _Keys(NamedTuple):
+    """K and V of some keys of a sequence, likewise."""
+
+    k: Tensor
+    vt: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
 
 
-def _add_queries(
-    q: Tensor,
-    operands: dict[int, QuantizedQKV],
-    means: dict[int, Tensor],
-    ring: Ring,
-    problem: RingProblem,
-) -> dict[int, QuantizedQKV]:
-    """The operands of `_quantize_keys` with this rank's queries."""
-    rows, first = _counts(problem.q, ring.rank), _first_rows(problem.q, ring.rank)
-    found = {}
-    for s, keys in operands.items():
-        start, count = first.get(s, 0), rows.get(s, 0)
-        q_s = _at_least_one(q[:, start : start + count])
-        heads_k, head_dim_v = keys.vt.shape[1:3]
-        k_s, v_s = (q.new_zeros(q.shape[0], 1, heads_k, dim) for dim in (q.shape[3], head_dim_v))
-        whole = part_of(_quantize(q_s, k_s, v_s, problem, means.get(s)), 0, count, 0, 0)
-        found[s] = replace(keys, q=whole.q, q_scale=whole.q_scale, q_dot_mean=whole.q_dot_mean)
-    return found
+class _Shard:
+    """What a rank quantises: keys into the message for the others, which it reads itself, and then its queries.
+
+    The quantiser wants a row of each. So the first query comes with the keys, and once more with the queries, and a key
+    comes with these and goes nowhere.
+
+    Attributes:
+        rows, keys: how many the rank has of each sequence.
+        config: of the quantiser; None where the reference in torch serves.
+        sums: of each sequence, what `launch_quantize_into` makes the mean key of; empty without smoothing.
+        queries: of each sequence that the rank has rows of; to be filled.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, ring: Ring, problem: RingProblem):
+        """Collective; arguments as those of `forward`."""
+        assert problem.recipe is not None
+        self._q, self._k, self._v = q, k, v
+        self.rank, self.recipe, self.sharding = ring.rank, problem.recipe, problem.k
+        self.rows, self._first_row = _counts(problem.q, ring.rank), _first_rows(problem.q, ring.rank)
+        self.keys, self._first_key = _counts(problem.k, ring.rank), _first_rows(problem.k, ring.rank)
+        self._code = torch.int8 if self.recipe.qk_dtype == "int8" else torch.float8_e4m3fn
+        self.config: QuantizeConfig | None = None
+        capability = device_capability(q.device)
+        if problem.backend != "emulator" and capability is not None and capability[0] == 9:
+            self.config = quantize_config(self.recipe, q.shape[3], v.shape[3], DTYPE_NAMES[q.dtype])
+        self.sums = self._mean_sums(ring) if self.recipe.smooth_k else {}
+        self.queries = {s: self._new_queries(count) for s, count in self.rows.items()}
+
+    def slots(self, rank: int) -> tuple[_Slots, int]:
+        """See `_slots`."""
+        return _slots(tuple(_counts(self.sharding, rank).items()), *self._sizes())
+
+    def _sizes(self) -> tuple[int, int, int, int, torch.dtype]:
+        batch, _, heads, head_dim = self._k.shape
+        return batch, heads, head_dim, self._v.shape[3], self._code
+
+    def _new_queries(self, count: int) -> _Queries:
+        batch, _, heads, head_dim = self._q.shape
+        empty = functools.partial(torch.empty, device=self._q.device)
+        scale, dot = (empty((batch, heads, count), dtype=torch.float32) for _ in range(2))
+        codes = empty((batch, count, heads, head_dim), dtype=self._code)
+        return _Queries(codes, scale, dot if self.recipe.smooth_k else None)
+
+    def rows_of(self, s: int) -> Tensor:
+        """Q of a sequence; a row of zeros where the rank has none."""
+        first, count = self._first_row.get(s, 0), self.rows.get(s, 0)
+        return _at_least_one(self._q[:, first : first + count])
+
+    def keys_of(self, s: int) -> tuple[Tensor, Tensor]:
+        """K and V, likewise."""
+        first, count = self._first_key.get(s, 0), self.keys.get(s, 0)
+        return _at_least_one(self._k[:, first : first + count]), _at_least_one(
+            self._v[:, first : first + count]
+        )
+
+    def _mean_sums(self, ring: Ring) -> dict[int, tuple[Tensor, int]]:
+        """(sums of chunks (batch, chunks, heads_k, head_dim) float32, samples) of each sequence that has keys anywhere,
+        as one GPU has them, bit for bit. Where chunks straddle ranks (the mean, as one sum, 1). Collective."""
+        batch, _, heads, head_dim = self._k.shape
+        places = _places(self.sharding, batch, self._k.device)
+        element = torch.float32 if places.whole else self._k.dtype
+        own = torch.empty((places.most, heads, head_dim), dtype=element, device=self._k.device)
+        at = 0
+        for s, count in self.keys.items():
+            rows = -(-count // places.spans[s])
+            target = own[at : at + batch * rows].view(batch, rows, heads, head_dim)
+            at += batch * rows
+            self._sum(s, target, places)
+        every = own
+        if ring.size > 1:
+            every = own.new_empty(ring.size * places.most, heads, head_dim)
+            _all_gather(every, own, group=ring.group)
+            traffic.means += (ring.size - 1) * own.numel() * own.element_size()
+        found = {}
+        for s, rows in enumerate(every.index_select(0, places.order).split(places.counts)):
+            length = self.sharding.seqlens[s]
+            if length:
+                mine = rows.view(batch, -1, heads, head_dim)
+                found[s] = (mine, -(-length // MEAN_STRIDE))
+                if not places.whole:
+                    found[s] = (mean_of_samples(mine.float(), length).unsqueeze(1), 1)
+        return found
+
+    def _sum(self, s: int, target: Tensor, places: _Places) -> None:
+        """This rank's part of a sequence's sums, or of its samples."""
+        k, v = self.keys_of(s)
+        if not places.whole:  # chunks of a sharding begin at multiples of MEAN_STRIDE, which divides V_BLOCK
+            target.copy_(k[:, ::MEAN_STRIDE])
+            return
+        chunk = places.spans[s] // MEAN_STRIDE
+        if self.config is None:
+            target.copy_(sums_of_samples(k[:, ::MEAN_STRIDE].float(), chunk))
+            return
+        from cute_attn.launch import launch_key_sums
+
+        launch_key_sums(k, v, self.recipe, self.config, chunk, target)
+
+    def quantize_keys(self) -> Tensor:
+        """The message of this rank, uint8."""
+        slots, size = self.slots(self.rank)
+        message = torch.empty(size, dtype=torch.uint8, device=self._k.device)
+        for s, keys in _views(message, slots).items():
+            queries = self.queries[s].first() if s in self.queries else self._new_queries(1)
+            self._quantize(s, self.rows_of(s)[:, :1], *self.keys_of(s), queries, keys)
+        return message
+
+    def quantize_queries(self) -> None:
+        """Fill `queries`."""
+        slots, size = _slots(((0, 1),), *self._sizes())
+        (nowhere,) = _views(torch.empty(size, dtype=torch.uint8, device=self._k.device), slots).values()
+        for s, queries in self.queries.items():
+            if self.sharding.seqlens[s]:  # else nothing will ask for them
+                k, v = self.keys_of(s)
+                self._quantize(s, self.rows_of(s), k[:, :1], v[:, :1], queries, nowhere)
+
+    def _quantize(self, s: int, q: Tensor, k: Tensor, v: Tensor, queries: _Queries, keys: _Keys) -> None:
+        sums, samples = self.sums.get(s, (None, 0))
+        into = self._both(queries, keys, k.shape[1])
+        if self.config is not None:
+            from cute_attn.launch import launch_quantize_into
+
+            launch_quantize_into(q, k, v, self.recipe, self.config, into, sums, samples)
+            return
+        mean = None if sums is None else mean_of_sums(sums, samples)
+        found = quantize_reference(q, k, v, self.recipe, k_mean=mean)
+        for name in (*_Queries._fields, *_Keys._fields):
+            target, source = getattr(into, name), getattr(found, name)
+            if target is not None:  # torch copies few of its types of a byte
+                of = torch.uint8 if target.element_size() == 1 else target.dtype
+                target.view(of).copy_(source.view(of))
+
+    def operands(self, message: Tensor, owner: int) -> dict[int, QuantizedQKV]:
+        """Of each sequence, this rank's queries beside the keys of an owner's message; views."""
+        keys = _views(message, self.slots(owner)[0])
+        return {s: self._both(self.queries[s], x, x.k.shape[1]) for s, x in keys.items() if s in self.queries}
+
+    def _both(self, queries: _Queries, keys: _Keys, seqlen_k: int) -> QuantizedQKV:
+        return QuantizedQKV(
+            **queries._asdict(), **keys._asdict(), seqlen_k=seqlen_k, recipe=self.recipe, dtype=self._q.dtype
+        )
 
 
 def _at_least_one(x: Tensor) -> Tensor:
-    """A rank may have rows of a sequence and none of its keys, or keys alone; the quantiser wants one of each."""
     return x if x.shape[1] else x.new_zeros(x.shape[0], 1, *x.shape[2:])
 
 
-def _quantize(q: Tensor, k: Tensor, v: Tensor, problem: RingProblem, k_mean: Tensor | None) -> QuantizedQKV:
-    assert problem.recipe is not None
-    capability = device_capability(q.device)
-    if problem.backend == "emulator" or capability is None or capability[0] != 9:
-        return quantize_reference(q, k, v, problem.recipe, k_mean=k_mean)
-    from cute_attn.launch import launch_quantize
-
-    config = quantize_config(problem.recipe, q.shape[3], v.shape[3], DTYPE_NAMES[q.dtype])
-    return launch_quantize(q, k, v, problem.recipe, config, k_mean=k_mean)
+# ------------------------------------------------------------------------------------------------------------
+# The mean key
+# ------------------------------------------------------------------------------------------------------------
 
 
-def mean_keys(k: Tensor, sharding: Sharding, ring: Ring) -> dict[int, Tensor]:
-    """`quantize.mean_key` of each sequence over all ranks, bit for bit; collective.
+class _Places(NamedTuple):
+    """How what ranks know of the mean key is gathered. Each gives rows (heads_k, head_dim), those of a sequence side by
+    side: (batch, its chunks or samples).
 
-    Args:
-        k: (batch, keys of this rank, heads_k, head_dim).
-
-    Returns:
-        of each sequence that has keys, (batch, heads_k, head_dim) float32.
+    Attributes:
+        whole: each rank has whole chunks of every sequence, and rows are their sums; else they are samples.
+        spans: of each sequence, keys of a row.
+        most: rows of the rank that has most; the others' are padded to so many.
+        order: rows of all sequences, each (batch, chunks or samples), among those of all ranks; on the device.
+        counts: of each sequence, its rows.
     """
-    parts = [_samples(sharding, rank) for rank in range(ring.size)]
-    # Chunks begin at multiples of MEAN_STRIDE, which divides V_BLOCK.
-    own = torch.cat(
-        [k[:, :0], *(k[:, first:end:MEAN_STRIDE] for _, _, _, first, end in parts[ring.rank])], dim=1
-    )
-    counts = [sum(count for _, _, count, _, _ in of_rank) for of_rank in parts]
-    shards = [own]
-    if ring.size > 1:
-        padded = own.new_zeros(max(counts), *own.movedim(1, 0).shape[1:])
-        padded[: counts[ring.rank]] = own.movedim(1, 0)
-        gathered = [torch.empty_like(padded) for _ in range(ring.size)]
-        dist.all_gather(gathered, padded, group=ring.group)
-        traffic.means += (ring.size - 1) * padded.numel() * padded.element_size()
-        shards = [x[:count].movedim(0, 1) for x, count in zip(gathered, counts, strict=True)]
-    sums = {}
-    for s, length in enumerate(sharding.seqlens):
-        if length:
-            shape = (k.shape[0], -(-length // MEAN_STRIDE), *k.shape[2:])
-            sums[s] = torch.empty(shape, dtype=torch.float32, device=k.device)
-    for of_rank, shard in zip(parts, shards, strict=True):
-        at = 0
-        for s, start, count, _, _ in of_rank:
-            sums[s][:, start : start + count] = shard[:, at : at + count]
-            at += count
-    return {s: mean_of_samples(x, sharding.seqlens[s]) for s, x in sums.items()}
+
+    whole: bool
+    spans: tuple[int, ...]
+    most: int
+    order: Tensor
+    counts: tuple[int, ...]
 
 
-def _samples(sharding: Sharding, rank: int) -> list[tuple[int, int, int, int, int]]:
-    """Of each piece of a rank: (sequence, its first sample, samples, its first row on the rank, the one behind)."""
-    found, first = [], 0
-    for piece in sharding.pieces(rank):
-        count = -(-piece.length // MEAN_STRIDE)
-        found.append((piece.sequence, piece.start // MEAN_STRIDE, count, first, first + piece.length))
-        first += piece.length
-    return found
+@lru_cache(maxsize=256)
+def _places(sharding: Sharding, batch: int, device: torch.device) -> _Places:
+    pieces = [sharding.pieces(rank) for rank in range(sharding.ring)]
+    spans = tuple(MEAN_STRIDE * mean_chunks(length)[0] for length in sharding.seqlens)
+    whole = all(piece.start % spans[piece.sequence] == 0 for of_rank in pieces for piece in of_rank)
+    if not whole:
+        spans = (MEAN_STRIDE,) * len(spans)
+    of_ranks = [
+        {s: -(-keys // spans[s]) for s, keys in _counts(sharding, rank).items()}
+        for rank in range(sharding.ring)
+    ]
+    most = batch * max(sum(of_rank.values()) for of_rank in of_ranks)
+    index = [
+        torch.empty(batch, -(-length // span), dtype=torch.int64)
+        for length, span in zip(sharding.seqlens, spans, strict=True)
+    ]
+    for rank, of_rank in enumerate(of_ranks):
+        first = dict(zip(of_rank, itertools.accumulate(of_rank.values(), initial=0), strict=False))
+        taken: Counter[int] = Counter()  # rows of the pieces before
+        for piece in pieces[rank]:
+            s = piece.sequence
+            at, count = piece.start // spans[s], -(-piece.length // spans[s])
+            for b in range(batch):
+                start = rank * most + batch * first[s] + b * of_rank[s] + taken[s]
+                index[s][b, at : at + count] = torch.arange(start, start + count)
+            taken[s] += count
+    every = torch.cat([x.flatten() for x in index]).to(device)
+    return _Places(whole, spans, most, every, tuple(x.numel() for x in index))
 
 
-def _counts(sharding: Sharding, rank: int) -> dict[int, int]:
+@lru_cache(maxsize=4096)
+def _counts(sharding: Sharding, rank: int) -> Mapping[int, int]:
     """Rows that a ring rank has of each sequence."""
     found: dict[int, int] = {}
     for piece in sharding.pieces(rank):
@@ -196,7 +330,8 @@ def _counts(sharding: Sharding, rank: int) -> dict[int, int]:
     return found
 
 
-def _first_rows(sharding: Sharding, rank: int) -> dict[int, int]:
+@lru_cache(maxsize=4096)
+def _first_rows(sharding: Sharding, rank: int) -> Mapping[int, int]:
     """The first of them, counted in the rows of the rank."""
     found, first = {}, 0
     for s, count in _counts(sharding, rank).items():
@@ -225,73 +360,49 @@ def part_of(qkv: QuantizedQKV, row: int, row_end: int, key: int, key_end: int) -
 # Messages
 # ------------------------------------------------------------------------------------------------------------
 
-_Slots = list[tuple[int, tuple[int, tuple[int, ...], torch.dtype]]]
+_Slots = tuple[tuple[int, tuple[tuple[int, tuple[int, ...], torch.dtype], ...]], ...]
 
 
-def _layout(k: Tensor, v: Tensor, problem: RingProblem, rank: int) -> tuple[_Slots, int]:
-    """Where codes and scales of a rank's keys lie in its message.
+@lru_cache(maxsize=4096)
+def _slots(
+    counts: tuple[tuple[int, int], ...],
+    batch: int,
+    heads: int,
+    head_dim: int,
+    head_dim_v: int,
+    code: torch.dtype,
+) -> tuple[_Slots, int]:
+    """Where codes and scales of keys lie in a message.
+
+    Args:
+        counts: (sequence, keys).
 
     Returns:
-        ([(sequence, (offset, shape, dtype))], bytes): of each sequence k, vt, k_scale and v_scale in turn.
+        (((sequence, ((offset, shape, dtype), ..)), ..), bytes): of each sequence k, vt, k_scale and v_scale. Rows of
+        k_scale are padded, as kernels read them.
     """
-    assert problem.recipe is not None
-    batch, _, heads, head_dim = k.shape
-    code = torch.int8 if problem.recipe.qk_dtype == "int8" else torch.float8_e4m3fn
-    slots: _Slots = []
-    size = 0
-    for s, keys in _counts(problem.k, rank).items():
+    slots, size = [], 0
+    for s, keys in counts:
+        parts = []
+        groups = -(-keys // K_GROUP)
         for shape, dtype in (
             ((batch, keys, heads, head_dim), code),
-            ((batch, heads, v.shape[3], -(-keys // 16) * 16), torch.float8_e4m3fn),
-            ((batch, heads, -(-keys // K_GROUP)), torch.float32),
+            ((batch, heads, head_dim_v, -(-keys // 16) * 16), torch.float8_e4m3fn),
+            ((batch, heads, -(-groups // K_SCALE_PAD) * K_SCALE_PAD), torch.float32),
             ((batch, heads, -(-keys // V_BLOCK)), torch.float32),
         ):
-            slots.append((s, (size, shape, dtype)))
+            parts.append((size, shape, dtype))
             size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    return slots, size
+        slots.append((s, tuple(parts)))
+    return tuple(slots), size
 
 
-def _packed(
-    operands: dict[int, QuantizedQKV], k: Tensor, v: Tensor, problem: RingProblem, rank: int
-) -> Tensor:
-    """The message of this rank, uint8."""
-    slots, size = _layout(k, v, problem, rank)
-    message = torch.zeros(size, dtype=torch.uint8, device=k.device)
-    views = _views(message, slots)
-    for s, targets in views.items():
-        qkv = operands[s]
-        for target, source in zip(targets, (qkv.k, qkv.vt, qkv.k_scale, qkv.v_scale), strict=True):
-            target.view(torch.uint8).copy_(source.contiguous().view(torch.uint8))
-    return message
-
-
-def _views(message: Tensor, slots: _Slots) -> dict[int, list[Tensor]]:
-    found: dict[int, list[Tensor]] = {}
-    for s, (offset, shape, dtype) in slots:
-        part = message[offset : offset + math.prod(shape) * dtype.itemsize]
-        found.setdefault(s, []).append(part.view(dtype).view(shape))
-    return found
-
-
-def _unpacked(
-    block: Tensor,
-    operands: dict[int, QuantizedQKV],
-    k: Tensor,
-    v: Tensor,
-    problem: RingProblem,
-    owner: int,
-) -> dict[int, QuantizedQKV]:
-    """This rank's queries of each sequence beside the keys of a message; views."""
-    slots, _ = _layout(k, v, problem, owner)
-    return {
-        s: replace(
-            operands[s],
-            k=parts[0],
-            vt=parts[1],
-            k_scale=parts[2],
-            v_scale=parts[3],
-            seqlen_k=parts[0].shape[1],
+def _views(message: Tensor, slots: _Slots) -> dict[int, _Keys]:
+    found = {}
+    for s, parts in slots:
+        k, vt, k_scale, v_scale = (
+            message[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for offset, shape, dtype in parts
         )
-        for s, parts in _views(block, slots).items()
-        if s in operands
-    }
+        found[s] = _Keys(k, vt, k_scale[..., : -(-k.shape[1] // K_GROUP)], v_scale)
+    return found

@@ -25,6 +25,7 @@ chunks of the sequence. The second grid has CTAs of `thread_count`, 1024 threads
 `Rows` for up to 512 rows of one head of Q or K, `Values` for 256 keys of one head of V. It may start before
 the sums are there: the roles of Q and K first fetch their rows, then wait for the sums and finish the mean,
 each CTA for itself. Where there is one chunk and all CTAs run at once, they sum, too, and the first launch is saved.
+Where keys are on several GPUs, each first launches `KeySums` alone, and the second grid then gets the sums of all.
 
 The pieces: vectors.py, then the roles in rows.py and values.py and the sums in key_sums.py, each to be read by itself;
 here are the grids.
@@ -93,7 +94,7 @@ class Quantize:
         cos: cute.Tensor,
         sin: cute.Tensor,
         chunk: Int32,
-        count: Int32,
+        count: Int32,  # samples of the mean; 0: the sums are all that is wanted
         stream,
     ):
         heads = q.shape[2] + k.shape[2]
@@ -104,41 +105,43 @@ class Quantize:
                 halved = Int32(step + 1)
         tasks = (heads << halved) + k.shape[2] * (QUANTIZE_SPAN // V_SCALE_GROUP)
         summing = chunk > 0  # else the mean is given, as one sum
-        alone = summing and sums.shape[1] == 1 and tasks * q.shape[0] * spans <= ALONE * self.ctas_per_sm
+        few = tasks * q.shape[0] * spans <= ALONE * self.ctas_per_sm
+        alone = summing and sums.shape[1] == 1 and few and count > 0
         behind = summing and not alone
         if const_expr(self.smooth):
             if behind:
                 self.key_sums.launch(k, sums, cos, sin, chunk, stream)
-        self.kernel(
-            q,
-            k,
-            v,
-            signs,
-            sums,
-            amax_q,
-            amax_k,
-            amax_v,
-            q8,
-            k8,
-            vt,
-            q_scale,
-            k_scale,
-            v_scale,
-            q_dot,
-            cos,
-            sin,
-            count,
-            chunk if alone else Int32(0),
-            q.shape[2] // k.shape[2],
-            halved,
-        ).launch(
-            grid=[tasks * q.shape[0], spans, 1],
-            block=[self.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=SMEM_CARVEOUT,
-            use_pdl=behind if self.smooth else False,
-        )
+        if count > 0:
+            self.kernel(
+                q,
+                k,
+                v,
+                signs,
+                sums,
+                amax_q,
+                amax_k,
+                amax_v,
+                q8,
+                k8,
+                vt,
+                q_scale,
+                k_scale,
+                v_scale,
+                q_dot,
+                cos,
+                sin,
+                count,
+                chunk if alone else Int32(0),
+                q.shape[2] // k.shape[2],
+                halved,
+            ).launch(
+                grid=[tasks * q.shape[0], spans, 1],
+                block=[self.threads, 1, 1],
+                stream=stream,
+                min_blocks_per_mp=self.ctas_per_sm,
+                preferred_smem_carveout=SMEM_CARVEOUT,
+                use_pdl=behind if self.smooth else False,
+            )
 
     @cute.kernel
     def kernel(

@@ -51,6 +51,7 @@ from .common import (
     target_name,
 )
 from .forward import Fwd16Config, FwdConfig
+from .merge import MergeConfig
 from .mma_sync import Bwd16Sm80Config, Fwd16Sm80Config
 from .quantizer import QuantizeConfig
 
@@ -95,6 +96,7 @@ __all__ = [
     "Fwd16Config",
     "Fwd16Sm80Config",
     "FwdConfig",
+    "MergeConfig",
     "Multiprocessor",
     "QuantizeConfig",
     "UnpackConfig",
