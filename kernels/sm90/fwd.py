@@ -35,8 +35,9 @@ In 8 bits V^T and the scales of K and V then have slots for blocks of keys, and 
 A work tile is tile_m rows of one head; with pack_gqa, of one head of K: row r is query r // pack_gqa, head
 r % pack_gqa of the group. At most one CTA an SM runs, and takes tiles in turn (common/scheduler.py, or by a counter,
 common/varlen.py). Warpgroups
-0 .. n-1 consume (64 rows each, most registers), the last one produces: its first warp issues the TMA loads, the others
-leave at once. Loops, rings and timeline are in mainloop.py, numerics in policy_fp8.py and policy_16bit.py.
+0 .. n-1 consume (64 rows each, most registers), the last one produces: its first warp issues the TMA loads, its second
+says where a tile is and brings what it begins with (not with `varlen`, where the first says where), the others leave at
+once. Loops, rings and timeline are in mainloop.py, numerics in policy_fp8.py and policy_16bit.py.
 
 Shared memory: Q (tile_m, head_dim, q_stages) and K ring (tile_n, head_dim, kv_stages), where TMA fills columns from
 head_dim to the next multiple of 32 with zeros; the ring of V, see the policies; O (tile_m, head_dim_v), from where TMA
