@@ -182,6 +182,7 @@ def test_on_one_gpu(ranks: int, compiled: None) -> None:
         distributed_cases.case_causal_zigzag_of_four,
         distributed_cases.case_windows_skip_ranks,
         distributed_cases.case_codes_where_each_rank_sums_whole_chunks,
+        distributed_cases.case_e4m3_of_four,
         distributed_cases.case_ulysses_is_bit_equal,
     ],
 )
