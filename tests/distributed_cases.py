@@ -651,7 +651,8 @@ def run_gpu_rank(rank: int, folder: str, ranks: int) -> None:
 
 def check_gpu_codes(rank: int, ranks: int) -> None:
     """Where each rank sums whole chunks of the mean key, codes, scales and mean products are those of one call."""
-    seqlen = 4096
+    seqlen = 8192
+    torch.manual_seed(1)  # ranks that are threads have one generator
     q, k, v, _ = (x.cuda() for x in tensors(seqlen, seqlen, 4, 2, head_dim=128))
     whole, sharding = cute_attn.quantize(q, k, v, "accurate"), Sharding(seqlen, ranks)
     problem = dataclasses.replace(problem_of(sharding, "accurate"), backend="auto")
@@ -673,13 +674,40 @@ def check_gpu_codes(rank: int, ranks: int) -> None:
     assert torch.equal(sharding.shard(one, rank), many)
 
 
+def assert_near(found: Tensor, wanted: Tensor, bound: float, name: str, say: Callable[[str], None]) -> None:
+    """What a rank has in 8 bits, beside the part of one call; both may be empty."""
+    error, size = float((found.double() - wanted.double()).norm()), float(wanted.double().norm())
+    say(f"{name}: {error / (size or 1.0):.1e} from one call")
+    assert found.shape == wanted.shape and error <= bound * size, f"{name}: {error} of {size}"
+
+
+def check_gpu_packed(rank: int, ranks: int, say: Callable[[str], None]) -> None:
+    """Sequences of unlike length; causal. In 8 bits beside a call for each."""
+    lengths = (700, 0, 1, 1300)
+    torch.manual_seed(2)  # ranks that are threads have one generator
+    q, k, v, dout = (x[0].cuda() for x in tensors(sum(lengths), sum(lengths), 4, 2, batch=1, head_dim=128))
+    dlse = torch.randn(4, sum(lengths)).cuda()
+    wanted = packed_reference(q, k, v, dout, dlse, lengths, causal=True)
+    sharding = Sharding(lengths, ranks)
+    options: dict[str, Any] = {"causal": True, "dim": 0, "eps": 2.0**-7}
+    compare(ring_attention, sharding, sharding, rank, q, k, v, dout, wanted, dlse, **options)
+    say("16 bits, packed")
+    out = ring_attention(
+        *(sharding.shard(x, rank, 0) for x in (q, k, v)), sharding, recipe="accurate", causal=True
+    )
+    parts = [[x[None] for x in of_one] for of_one in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)]
+    calls = [cute_attn.fp8_attention(*x, recipe="accurate", causal=True) for x in parts if x[0].numel()]
+    one = torch.cat([x[0] for x in calls])  # type: ignore[misc]
+    assert_near(out, sharding.shard(one, rank, 0), 2.0**-8, "accurate, packed", say)  # type: ignore[arg-type]
+
+
 def on_gpu(rank: int, ranks: int, say: Callable[[str], None]) -> None:
     seqlen = 1100
     torch.manual_seed(0)
     q, k, v, dout = (x.cuda() for x in tensors(seqlen, seqlen, 4, 2, head_dim=128))
-    dlse = torch.randn(2, 4, seqlen, device="cuda")
-    sharding = Sharding(seqlen, ranks)
-    for window in ((-1, 0), (300, 20)):
+    dlse = torch.randn(2, 4, seqlen).cuda()
+    sharding, in_order = Sharding(seqlen, ranks), Sharding(seqlen, ranks, order="contiguous")
+    for window in ((-1, 0), (300, 20), (-1, -1)):
         wanted = exact(q, k, v, dout, dlse, window=window)
         compare(
             ring_attention,
@@ -696,15 +724,19 @@ def on_gpu(rank: int, ranks: int, say: Callable[[str], None]) -> None:
             window_size=window,
         )
         say(f"16 bits, window {window}")
-    mine = [sharding.shard(x, rank) for x in (q, k, v)]
-    for recipe in ("accurate", "fp8", "paper"):
-        one = cute_attn.fp8_attention(q, k, v, recipe=recipe, causal=True)
-        out = ring_attention(*mine, sharding, recipe=recipe, causal=True)
-        of_one = sharding.shard(one, rank).double()  # type: ignore[arg-type]
-        error = float((out.double() - of_one).square().mean().sqrt() / of_one.square().mean().sqrt())  # type: ignore[union-attr]
-        say(f"{recipe}: {error:.1e} from one call")
+    for recipe, shards, window in (
+        ("accurate", sharding, (-1, 0)),
+        ("fp8", sharding, (-1, 0)),
+        ("paper", sharding, (-1, 0)),
+        ("accurate", in_order, (-1, -1)),
+        ("fp8", in_order, (300, 40)),
+    ):
+        one = cute_attn.fp8_attention(q, k, v, recipe=recipe, window_size=window)
+        mine = [shards.shard(x, rank) for x in (q, k, v)]
+        out = ring_attention(*mine, shards, recipe=recipe, window_size=window)
         # Two roundings to 16 bits more, and P near e4m3's smallest, as each part has a reference of its own.
-        assert error < 2.0**-8, f"{recipe}: {error}"
+        assert_near(out, shards.shard(one, rank), 2.0**-8, f"{recipe}, window {window}", say)  # type: ignore[arg-type]
+    check_gpu_packed(rank, ranks, say)
     check_gpu_codes(rank, ranks)
     say("codes where each rank sums whole chunks")
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -712,10 +744,7 @@ def on_gpu(rank: int, ranks: int, say: Callable[[str], None]) -> None:
     mine = [sharding.shard(x, rank).requires_grad_() for x in (q, k, v)]
     ring_attention(*mine, sharding, recipe="default", causal=True).backward(sharding.shard(dout, rank))  # type: ignore[union-attr]
     for leaf, of_one in zip(mine, leaves, strict=True):
-        wanted_here = sharding.shard(of_one.grad, rank).double()  # type: ignore[arg-type]
-        off = (leaf.grad.double() - wanted_here).square().mean().sqrt()  # type: ignore[union-attr]
-        assert off < 2.0**-7 * wanted_here.square().mean().sqrt()
-    say("gradients with a recipe")
+        assert_near(leaf.grad, sharding.shard(of_one.grad, rank), 2.0**-7, "gradient with a recipe", say)  # type: ignore[arg-type]
     across = Sharding(seqlen, 1, ranks)
     if ranks <= 2:
         mine = [across.shard(x, rank) for x in (q, k, v)]

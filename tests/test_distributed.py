@@ -15,6 +15,7 @@ from typing import Any
 
 import distributed_cases
 import pytest
+import thread_ranks
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -133,7 +134,7 @@ def compiled() -> None:
     """The kernels of `distributed_cases.on_gpu` in the disk cache: ranks would compile one after the other."""
     names = ["--recipe", "accurate,fp8,paper,bf16", "--dtype", "fp16", "--head-dim", "128"]
     jobs = str(min(24, os.cpu_count() or 1))
-    compiler.main([*names, "--mask", "full,causal,window", "--backward", "--jobs", jobs])
+    compiler.main([*names, "--mask", "full,causal,window", "--varlen", "--backward", "--jobs", jobs])
     for wide in itertools.product((False, True), repeat=2):
         compiler.compile_kernel(MergeConfig(128, "fp16", *wide))
 
@@ -160,6 +161,57 @@ def test_on_gpus(ranks: int, tmp_path: Path, compiled: None) -> None:
             pytest.fail(f"the ranks do not end within {distributed_cases.GPU_LIMIT} s")
     for rank in range(ranks):
         assert (tmp_path / f"gpu.{rank}").read_text() == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_one_gpu(ranks: int, compiled: None) -> None:
+    """The kernels of several ranks, whose messages are copies on the one GPU."""
+
+    def of_one(rank: int) -> None:
+        distributed_cases.on_gpu(
+            rank, ranks, lambda what: print(f"rank {rank} of {ranks}: {what}", flush=True)
+        )
+
+    thread_ranks.Ranks(ranks).run(of_one)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        distributed_cases.case_causal_zigzag_of_four,
+        distributed_cases.case_windows_skip_ranks,
+        distributed_cases.case_codes_where_each_rank_sums_whole_chunks,
+        distributed_cases.case_e4m3_of_four,
+        distributed_cases.case_ulysses_is_bit_equal,
+    ],
+)
+def test_on_threads(case: Callable[[], None]) -> None:
+    """The stand-in of `test_on_one_gpu`."""
+
+    def of_one(rank: int) -> None:
+        torch.manual_seed(0)
+        case()
+
+    thread_ranks.Ranks(distributed_cases.WORLD).run(of_one)
+
+
+@pytest.mark.parametrize(
+    ("size", "change", "message"), [(4, 1, "changed"), (3, 0, "3 of torch.uint8 is expected")]
+)
+def test_threads_find_wrong_messages(size: int, change: int, message: str) -> None:
+    ranks = thread_ranks.Ranks(2)
+
+    def of_one(rank: int) -> None:
+        own, found = torch.zeros(4, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        pairs = ((ranks.isend, own), (ranks.irecv, found))
+        works = ranks.batch_isend_irecv([ranks.P2POp(op, x, 1 - rank, ranks.group.WORLD) for op, x in pairs])
+        own += change
+        for work in works:
+            work.wait()
+
+    with pytest.raises(AssertionError, match=message):
+        ranks.run(of_one)
 
 
 def test_calls_without_a_process_group_are_refused() -> None:
