@@ -4,9 +4,9 @@
     python perf/gpu_check.py --small PART the small launches that the sanitizers watch, once: of the part "8-bit",
                                           "16-bit" or "cache"
 
-The tests come first, in several processes (pytest-xdist), since compiling is what takes the time. Each child has a time
-limit and is killed with all its own children when it passes it: no hung kernel can hold the machine for longer than
-`LIMITS` says. Exit status 1 if anything failed or did not finish.
+The tests run in several processes (pytest-xdist), since compiling is what takes the time, and the sanitizers beside
+them. Each child has a time limit and is killed with all its own children when it passes it: no hung kernel can hold the
+machine for longer than `LIMITS` says. Exit status 1 if anything failed or did not finish.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"pytest": 480, "test": 120, "sanitizer": 90}  # seconds; the sanitizers run side by side
+LIMITS = {"pytest": 480, "test": 120, "sanitizer": 300}  # seconds
 TOOLS = ("memcheck", "racecheck")
 WORKERS = max(1, min(24, (os.cpu_count() or 1) - 2))
 SMALL = (1, 200, 333, 2, 1)  # batch, seqlen_q, seqlen_k, heads_q, heads_k
@@ -292,7 +292,7 @@ def main() -> int:
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
 
-    results = []
+    results: list[str] = []
     paths = [path for path in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in path.read_text()]
     tests = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *map(str, paths), "--durations=25"]
     tests += ["--tb=short", "--continue-on-collection-errors", f"--junitxml={folder / 'junit.xml'}"]
@@ -300,40 +300,24 @@ def main() -> int:
     tests += ["-n", str(WORKERS), "--dist", "worksteal", "--timeout", str(LIMITS["test"])]
     # As in pyproject.toml but for --strict-config: the machine may lack a plugin that a setting is for.
     tests += ["-o", "addopts=-ra"]
-    result = start("pytest", tests, folder, LIMITS["pytest"]).wait()
+    running = start("pytest", tests, folder, LIMITS["pytest"])
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    checks = []
+    if Path(sanitizer).exists():
+        # Beside the tests: both wait for the compiler most of the time.
+        command = [sanitizer, "--target-processes", "all", "--error-exitcode", "1"]
+        for tool in TOOLS:
+            for part in SMALL_PARTS:
+                small = [*command, "--tool", tool, sys.executable, __file__, "--small", part]
+                checks.append(start(f"{tool}_{part}", small, folder, LIMITS["sanitizer"]))
+    else:
+        results += [f"{tool}: failed, compute-sanitizer is not installed" for tool in TOOLS]
+    result = running.wait()
     if not re.search(
         r"^=+ .*\b\d+ passed", (folder / "pytest.log").read_text(errors="replace"), re.MULTILINE
     ):
         result = result.replace(": passed", ": failed, no test ran to its end")  # all skipped: no GPU
-    results.append(result)
-
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if Path(sanitizer).exists():
-        checks = [
-            start(
-                f"{tool}_{part}",
-                [
-                    sanitizer,
-                    "--tool",
-                    tool,
-                    "--target-processes",
-                    "all",
-                    "--error-exitcode",
-                    "1",
-                    sys.executable,
-                    __file__,
-                    "--small",
-                    part,
-                ],
-                folder,
-                LIMITS["sanitizer"],
-            )
-            for tool in TOOLS
-            for part in SMALL_PARTS
-        ]
-        results += [check.wait() for check in checks]
-    else:
-        results += [f"{tool}: failed, compute-sanitizer is not installed" for tool in TOOLS]
+    results = [result, *results, *(check.wait() for check in checks)]
 
     text = []
     for result in results:
