@@ -43,6 +43,7 @@ class TileSm80:
     why: str
     two_stages: bool = False  # only where there is room for two stages
     small: bool = False  # only SMs with little shared memory
+    window: bool = False  # only with a sliding window
     causal: bool | None = None  # only with or without a causal mask; None: both
     filled: bool = False  # without a causal mask only for lengths that fill its last tile, see `BADLY_FILLED`
     # only with at most so many of window, softcap, ALiBi and unlike lengths, as each takes registers; ALiBi counts
@@ -100,6 +101,13 @@ TILES_SM80: Final = (
         tile_n=48,
         why="32 rows a warp; two CTAs have room for two stages of 48 keys in shared memory, and one feature has "
         "registers",
+    ),
+    TileSm80(
+        columns=128,
+        window=True,
+        two_stages=True,
+        tile_m=64,
+        why="both ends of a window and a feature beside it leave no registers for 32 rows a warp",
     ),
     TileSm80(
         columns=128,
@@ -227,7 +235,7 @@ def forward16_sm80_choice(
         pack_gqa, why_pack = choose_pack_gqa(group, seqlen_q, tile.tile_m, varlen)
         features = window + softcap + varlen + alibi * (3 if pack_gqa > 1 else 1)
         serves = columns <= tile.columns and features <= tile.features and small >= tile.small
-        if not serves or tile.causal not in (None, causal):
+        if not serves or tile.causal not in (None, causal) or tile.window > window:
             continue
         if tile.filled and not causal and _in_tiles(seqlen_q, tile.tile_n, varlen) > limit:
             continue

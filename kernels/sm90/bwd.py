@@ -150,6 +150,7 @@ class Bwd16Main:
             bar_v: cute.struct.MemRange[cutlass.Int64, 2]
             bar_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.q_stages]
             bar_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.do_stages]
+            first_key: cute.struct.MemRange[Int32, 1 if cfg.varlen else 0]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
@@ -308,9 +309,13 @@ class Bwd16Main:
             self.ring(storage.bar_k.data_ptr(), 1, tile_n * d * 2),
             self.ring(storage.bar_v.data_ptr(), 1, tile_n * d_v * 2),
         )
+        if const_expr(cfg.varlen):
+            s_first = storage.first_key.get_tensor(cute.make_layout(1))
+            if tid == 0:  # for the end: over the loop there is no register to keep it in
+                s_first[0] = key0
         pl.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pl.pipeline_init_wait(cluster_shape_mn=(1, 1))
-        cute.arch.sync_threads()  # all threads: mbarriers are initialised
+        cute.arch.sync_threads()  # all threads: mbarriers are initialised, the first key is written
 
         if warpgroup == cfg.consumer_warpgroups:
             cute.arch.setmaxregister_decrease(cfg.producer_regs)
@@ -381,6 +386,8 @@ class Bwd16Main:
                     states,
                     blocks,
                 )
+            if const_expr(cfg.varlen):
+                place = (*place[:5], cute.arch.make_warp_uniform(s_first[0]), seqlen_k)
             self.epilogue((dk, dv), softmax_scale, (s_k, s_v), stores, place, stored)
 
     def from_slot(self, x: cute.Tensor, first: Int32) -> cute.Tensor:

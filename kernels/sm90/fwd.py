@@ -361,19 +361,17 @@ class FwdSm90:
                 pipes[1].producer_tail(state)
                 pipes[2].producer_tail(state_v)
             elif warp_idx == 4 * cfg.consumer_warpgroups + 1 and cutlass.const_expr(not cfg.varlen):
-                slot = pl.make_pipeline_state(pl.PipelineUserType.Producer, 1)
                 for r in cutlass.range(rounds, unroll=1):
-                    m_block, head, batch, head_k = self.tile(r, order)
-                    blocks, passed, _, _, _ = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
+                    at = [cute.arch.make_warp_uniform(word) for word in self.tile(r, order)]
+                    blocks, passed, _, _, _ = key_blocks(at[0], seqlen_q, seqlen_k, window, cfg)
+                    slot = pl.PipelineState(1, Int32(0), Int32(0), 1 - (r & 1))
                     pipes[3].producer_acquire(slot)  # waits until all consumers have begun the tile before
                     if cute.arch.lane_idx() == 0:
-                        for i, word in enumerate((m_block, head, batch, head_k)):
-                            places[i, r & (STAGES - 1)] = word
+                        for i in cutlass.range_constexpr(4):
+                            places[i, r & (STAGES - 1)] = at[i]
                     if cutlass.const_expr(cfg.side_words):
-                        first_row, first = m_block * cfg.tile_m, blocks - passed - 1
-                        self.policy.stage_inputs(side, first_row, head, head_k, batch, first, *staged)
+                        self.policy.stage_inputs(side, at, blocks - passed - 1, *staged)
                     pipes[3].producer_commit(slot)  # by all lanes, each for what it wrote
-                    slot.advance()
         else:
             cute.arch.setmaxregister_increase(cfg.consumer_regs)
             policy = self.policy

@@ -108,40 +108,43 @@ class Fp8Policy(Fp8Softmax):
         cute.arch.fence_proxy("async.shared", space="cta")  # WGMMA reads through the async proxy
 
     @cute.jit
-    def stage_inputs(self, side, row0: Int32, head: Int32, head_k: Int32, batch: Int32, n: Int32, staged):
+    def stage_inputs(self, side, at, n: Int32, staged: cute.Tensor):
         """Bring what a work tile begins with to shared memory, by one whole warp: from memory it would take as long
         as a third of a key tile, for which nothing is under way to wait with.
 
-        staged (tile_m + tile_n / 64 + 1,) out: scales of its rows of Q, `row0` and on, of its first key tile n, and of
-               that one's V
+        at      (m_block, head, batch, head of K) of the tile
+        n       its first key tile
+        staged  (tile_m + tile_n / 64 + 1,) out: scales of its rows of Q, of that key tile, and of its V
 
         lse_add, which the end of the tile wants, goes to L2.
         """
         m_q_scale, m_k_scale, m_v_scale, m_lse_add = side[:4]
+        m_block, head, batch, head_k = at
         cfg, g = self.cfg, self.cfg.pack_gqa
         lane = cute.arch.lane_idx()
-        word = staged.iterator.toint() + 4 * lane
+        # a lane for 32 queries of a head, a line of memory
+        query = m_block * (cfg.tile_m // g) + lane // g * 32
+        if lane // g * 32 < cfg.tile_m // g:
+            if query < m_lse_add.shape[0]:
+                line = cute.domain_offset((query, head * g + lane % g, batch), m_lse_add)
+                cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[line.iterator.toint()])
         for i in cutlass.range(cfg.tile_m // 32, unroll=1):
-            row = row0 + 32 * i + lane
-            place = (cutlass.min(row // g, m_q_scale.shape[0] - 1), head * g + row % g, batch)
-            copy_4_bytes_or_zeros(
-                word + 128 * i, cute.domain_offset(place, m_q_scale).iterator.toint(), Int32(4)
-            )
-            cute.arch.inline_ptx(
-                "prefetch.global.L2 [{$r0}];",
-                read_only_args=[cute.domain_offset(place, m_lse_add).iterator.toint()],
-            )
-        word = word + 4 * cfg.tile_m
-        group = n * cfg.k_groups + lane
+            row = m_block * cfg.tile_m + 32 * i + lane
+            query = cutlass.min(row // g, m_q_scale.shape[0] - 1)
+            source = cute.domain_offset((query, head * g + row % g, batch), m_q_scale)
+            target = staged.iterator.toint() + 4 * (32 * i + lane)
+            copy_4_bytes_or_zeros(target, source.iterator.toint(), Int32(4))
+        target = staged.iterator.toint() + 4 * (cfg.tile_m + lane)
         if lane < cfg.k_groups:
+            group = n * cfg.k_groups + lane
             if group < m_k_scale.shape[0]:
                 source = cute.domain_offset((group, head_k, batch), m_k_scale)
-                copy_4_bytes_or_zeros(word, source.iterator.toint(), Int32(4))
+                copy_4_bytes_or_zeros(target, source.iterator.toint(), Int32(4))
             else:  # what is found there must not make NaN of a masked score
                 staged[cfg.tile_m + lane] = Float32(1.0)
         if lane == cfg.k_groups:
             source = cute.domain_offset((n * cfg.tile_n // V_SCALE_GROUP, head_k, batch), m_v_scale)
-            copy_4_bytes_or_zeros(word, source.iterator.toint(), Int32(4))
+            copy_4_bytes_or_zeros(target, source.iterator.toint(), Int32(4))
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
 
