@@ -1,0 +1,145 @@
+"""README's tables of speed, made from the records that they name.
+
+    python scripts/readme_tables.py            rewrite them
+    python scripts/readme_tables.py --check    only say whether they are those of the records
+
+A table is known by its first line; its text around stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = "cute_attn"
+RECIPES = {"fp8": "ours, fp8", "accurate": "ours, accurate"}
+LONGEST = 16384
+
+
+def rows_of(record: str, **wanted: Any) -> pd.DataFrame:
+    """Rows of a record that ran, with these values."""
+    rows = pd.DataFrame(json.loads((ROOT / f"perf/records/{record}.json").read_text())["rows"])
+    rows = rows[rows["status"] == "ok"]
+    for name, value in wanted.items():
+        rows = rows[rows[name] == value]
+    return rows
+
+
+def tflops(rows: pd.DataFrame) -> float:
+    """Of the fastest of some rows."""
+    return float(rows["tflops"].max())
+
+
+def cells(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """(head_dim and mask, its rows) in the order of the tables."""
+    return [
+        (f"{head_dim} {'causal' if causal else 'full'}", group)
+        for (head_dim, causal), group in rows.groupby(["head_dim", "causal"])
+    ]
+
+
+def table(headers: list[str], lines: list[list[str]]) -> list[str]:
+    """Lines of Markdown, without the rule under the headers."""
+    return [f"| {' | '.join(line)} |" for line in (headers, *lines)]
+
+
+def forward_longest() -> list[str]:
+    """TFLOP/s of the 8-bit forward at the longest length."""
+    rows = rows_of("forward_grid", seqlen_k=LONGEST)
+    peers = {
+        "FA3 FP8": (rows["provider"] == "fa3") & (rows["dtype"] == "fp8"),
+        "cuDNN FP8": rows["provider"] == "cudnn",
+        "FA3 bf16": (rows["provider"] == "fa3") & (rows["dtype"] == "bf16"),
+    }
+    lines = []
+    for name, group in cells(rows):
+        ours = [
+            tflops(group[(group["provider"] == OURS) & (group["recipe"] == recipe)]) for recipe in RECIPES
+        ]
+        theirs = [tflops(group[chosen.reindex(group.index)]) for chosen in peers.values()]
+        best = max(theirs[:2])
+        lines.append([name, *(f"{x:.0f}" for x in (*ours, *theirs)), *(f"{x / best:.2f}" for x in ours)])
+    headers = ["head_dim, mask", *RECIPES.values(), *peers, "fp8 / best peer", "accurate / best peer"]
+    return table(headers, lines)
+
+
+def forward_ratios() -> list[str]:
+    """The 8-bit forward over its best peer, at every length."""
+    rows = rows_of("forward_grid", dtype="fp8")
+    lengths = sorted(set(rows["seqlen_k"]))
+    lines = []
+    for name, group in cells(rows):
+        line = [name]
+        for length in lengths:
+            cell = group[group["seqlen_k"] == length]
+            best = tflops(cell[cell["provider"] != OURS])
+            line.append(
+                " / ".join(f"{tflops(cell[cell['recipe'] == recipe]) / best:.2f}" for recipe in RECIPES)
+            )
+        lines.append(line)
+    return table(["head_dim, mask", *(f"{length:,}" for length in lengths)], lines)
+
+
+def beside_best(record: str, phase: str) -> list[str]:
+    """TFLOP/s of ours / the best peer = the ratio."""
+    rows = rows_of(record, phase=phase)
+    lengths = sorted(set(rows["seqlen_k"]))
+    lines = []
+    for name, group in cells(rows):
+        line = [name]
+        for length in lengths:
+            cell = group[group["seqlen_k"] == length]
+            ours, best = tflops(cell[cell["provider"] == OURS]), tflops(cell[cell["provider"] != OURS])
+            line.append(f"{ours:.0f} / {best:.0f} = {ours / best:.2f}")
+        lines.append(line)
+    return table(["head_dim, mask", *(f"{length:,}" for length in lengths)], lines)
+
+
+# what stands some lines before a table, and what makes it
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "TFLOP/s at seqlen 16,384:": forward_longest,
+    "and the ratio to the better of": forward_ratios,
+    "The whole call from 16-bit tensors": lambda: beside_best("whole_call", "whole_call"),
+    "`flash_attn_func`, bf16, TFLOP/s": lambda: beside_best("forward_16bit", "forward"),
+    "Its gradients, beside": lambda: beside_best("backward_16bit", "backward"),
+}
+
+
+def rewritten(text: str) -> str:
+    """README with the tables of the records."""
+    lines = text.splitlines()
+    for before, make in TABLES.items():
+        at = next(i for i, line in enumerate(lines) if before in line)
+        first = next(i for i in range(at, len(lines)) if lines[i].startswith("|"))
+        end = next(i for i in range(first, len(lines)) if not lines[i].startswith("|"))
+        made = make()
+        rule = f"|{'---|' * (made[0].count('|') - 1)}"
+        lines[first:end] = [made[0], rule, *made[1:]]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Rewrite or check; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing; status 1 where tables differ")
+    check = parser.parse_args().check
+    path = ROOT / "README.md"
+    text = path.read_text()
+    new = rewritten(text)
+    if check:
+        return int(new != text)
+    path.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
