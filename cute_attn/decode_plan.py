@@ -35,6 +35,7 @@ MOST_STAGES: Final = 8
 LEAST_STAGES: Final = 3  # two in flight while one is computed on
 LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining kernel than it saves
 EVEN: Final = 15 / 16  # of the SMs, or of what they hold, that even shares leave busy at least
+LIGHT_CODES: Final = 256  # bytes of a key and its value in e4m3 from which one CTA on an SM is enough
 SHORT: Final = 8  # tiles of a CTA up to which one CTA on an SM is enough for every kernel
 LINE: Final = 128  # bytes of a line of L2, which a copy of a part of it loads whole
 
@@ -145,11 +146,13 @@ def heads_in_step(config: DecodeConfig, heads_k: int) -> int:
 def even_splits(config: DecodeConfig, units: int, tiles: int, sms: int) -> int:
     """Equal shares of each of `units` units, of `tiles` tiles, that fill the SMs. 0 where too many would be idle.
 
-    An SM has one CTA where that keeps it busy, as it does where rows of 16 bits lie one behind another, for up to 16
-    rows of queries. Codes are converted, pages looked up, and more rows take more products: there memory waits for a
-    lone CTA, which counts where it has many tiles, and an SM has as many as it holds.
+    An SM has one CTA where that keeps it busy, as it does for up to 16 rows of queries where rows lie one behind another
+    and are of 16 bits, or of codes of 256 bytes for a key and its value. Narrow codes want more instructions a byte, pages
+    are looked up, and more rows take more products: there memory waits for a lone CTA, which counts where it has many
+    tiles, and an SM has as many as it holds.
     """
-    light = config.cache == "16bit" and config.paging == "none" and config.m_tiles == 1
+    light = config.cache == "16bit" or config.head_dim + config.head_dim_v >= LIGHT_CODES
+    light = light and config.paging == "none" and config.m_tiles == 1
     lone = light or units * tiles <= SHORT * sms
     most = sms if lone else sms * ctas_per_sm(config)
     splits = most // units

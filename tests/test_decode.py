@@ -549,11 +549,11 @@ OF_CODES = {"cache": "e4m3", "scales": "token"}
         (16, 8, 8192, True, {}, Shares(128, 1, 1, 0)),
         (1, 96, 8192, False, {}, Shares(264, 0, 2, 528)),  # 96 or 192 of 132 SMs
         (64, 8, 8192, False, {}, Shares(264, 0, 2, 528)),
-        (1, 8, 8192, False, OF_CODES, Shares(128, 16, 1, 128)),  # short
-        (1, 8, 8192 + 512, False, OF_CODES, Shares(264, 33, 1, 264)),  # two CTAs on an SM
+        (1, 8, 8192, False, OF_CODES, Shares(128, 16, 1, 128)),
+        (1, 8, 131072, False, OF_CODES, Shares(128, 16, 1, 128)),
         (1, 8, 131072, False, {"page_size": 64}, Shares(264, 33, 1, 264)),
         (1, 8, 131072, False, {"rows": 32}, Shares(264, 33, 1, 264)),
-        (16, 8, 8192, False, OF_CODES, Shares(256, 0, 2, 512)),
+        (16, 8, 8192, False, OF_CODES, Shares(128, 0, 2, 256)),
         (18, 8, 8192, False, OF_CODES, Shares(264, 0, 2, 528)),  # 144 of 264
         (1, 8, 131072, False, {"arch": "sm_80"}, Shares(132, 0, 2, 264)),
     ],
@@ -564,6 +564,13 @@ def test_ctas_where_shares_are_even(
     config = decode_plan.decode_config(128, 128, "bf16", **{"rows": 8, **form})
     seen = (0, keys) if known else None
     assert decode_plan.shares(config, batch, heads_k, form.get("rows", 8), keys, 0, 132, seen) == expected
+
+
+def test_narrow_codes_want_all_ctas_that_an_sm_holds() -> None:
+    config = decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES)
+    assert decode_plan.ctas_per_sm(config) == 2
+    for tiles, splits in ((8 * 16, 16), (8 * 17, 33)):  # of one unit in eight; short, and not
+        assert decode_plan.even_splits(config, 8, tiles, 132) == splits
 
 
 def test_even_shares_are_even() -> None:
