@@ -146,10 +146,10 @@ def heads_in_step(config: DecodeConfig, heads_k: int) -> int:
 def even_splits(config: DecodeConfig, units: int, tiles: int, sms: int) -> int:
     """Equal shares of each of `units` units, of `tiles` tiles, that fill the SMs. 0 where too many would be idle.
 
-    An SM has one CTA where that keeps it busy, as it does for up to 16 rows of queries where rows lie one behind another
-    and are of 16 bits, or of codes of 256 bytes for a key and its value. Narrow codes want more instructions a byte, pages
-    are looked up, and more rows take more products: there memory waits for a lone CTA, which counts where it has many
-    tiles, and an SM has as many as it holds.
+    An SM has one CTA where that keeps it busy, as it does for up to 16 rows of queries where rows lie one behind
+    another and are of 16 bits, or of codes of 256 bytes for a key and its value. Narrow codes want more instructions a
+    byte, pages are looked up, and more rows take more products: there memory waits for a lone CTA, which counts where
+    it has many tiles, and an SM has as many as it holds.
     """
     light = config.cache == "16bit" or config.head_dim + config.head_dim_v >= LIGHT_CODES
     light = light and config.paging == "none" and config.m_tiles == 1

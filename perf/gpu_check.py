@@ -308,7 +308,9 @@ def main() -> int:
         command = [sanitizer, "--target-processes", "all", "--error-exitcode", "1"]
         for tool in TOOLS:
             for part in SMALL_PARTS:
-                small = [*command, "--tool", tool, sys.executable, __file__, "--small", part]
+                # The CUDA bindings ask whether the driver has functions of later releases: errors of the API, expected.
+                quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
+                small = [*command, "--tool", tool, *quiet, sys.executable, __file__, "--small", part]
                 checks.append(start(f"{tool}_{part}", small, folder, LIMITS["sanitizer"]))
     else:
         results += [f"{tool}: failed, compute-sanitizer is not installed" for tool in TOOLS]

@@ -720,7 +720,8 @@ def on_gpu(rank: int, ranks: int, say: Callable[[str], None]) -> None:
             dout,
             wanted,
             dlse,
-            eps=2.0**-7,
+            # P, O and dS rounded to fp16, in float64 else, are 1.07 * 2^-7 off in dQ of the sixth row: D is of that O
+            eps=2.0**-6,
             window_size=window,
         )
         say(f"16 bits, window {window}")

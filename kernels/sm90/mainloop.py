@@ -9,11 +9,11 @@ Rings (PipelineTmaAsync; an mbarrier pair "full" / "empty" for each stage):
                                            sum rows are written once)
     tile  1          warp 1 of producer    all its lanes, behind their writes   all threads of the consumers
 
-Bytes are elements times their size. The last ring is for where a tile is (`FwdSm90.place`) and, in 8 bits, the scales it
-begins with (`Fp8Policy.stage_inputs`); with `varlen` there is another one for the place, common/varlen.py. Named
-barriers: see `Barrier`. The rings go on from one work tile to the next: the producer fetches Q, K and V of the next tile
-while the consumers finish this one, and the warpgroups do not wait for each other but for their turns, where they have
-them.
+Bytes are elements times their size. The last ring is for where a tile is (`FwdSm90.place`) and, in 8 bits, the scales
+it begins with (`Fp8Policy.stage_inputs`); with `varlen` there is another one for the place, common/varlen.py. Named
+barriers: see `Barrier`. The rings go on from one work tile to the next: the producer fetches Q, K and V of the next
+tile while the consumers finish this one, and the warpgroups do not wait for each other but for their turns, where they
+have them.
 
 8 bits. Steady state of one consumer warpgroup, key tiles n = last .. 0:
 
