@@ -13,6 +13,7 @@ import math
 import operator
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import weakref
@@ -1404,6 +1405,29 @@ def test_a_lost_device_ends_the_command(
     text = capsys.readouterr().out
     assert "The CUDA context was lost" in text and "illegal access" in text
     assert "Error of 8-bit attention" not in text
+
+
+def test_a_run_that_is_told_to_end_writes_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli, "hopper_device", lambda: (True, "a GPU of this test"))
+    cells = []
+
+    def time_cell(case: cases.Case, group: list[peers.Contender], **_: Any) -> list[dict[str, Any]]:
+        if cells:
+            signal.raise_signal(signal.SIGTERM)
+        cells.append(case)
+        return [timed_row("cute_attn", 900.0)]
+
+    monkeypatch.setattr(timing, "time_cell", time_cell)
+    before = signal.getsignal(signal.SIGTERM)
+    path = tmp_path / "speed.json"
+    assert (
+        cli.main(["--report", "speed", "--seqlen", "512,1024", "--head-dim", "64", "--json", str(path)]) == 1
+    )
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "what was timed until then" in capsys.readouterr().out
+    assert len(cells) == len(record.read(path).rows) == 1
 
 
 def test_kernel_error_by_length_runs_on_any_backend() -> None:

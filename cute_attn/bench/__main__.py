@@ -9,12 +9,15 @@ Exit status: 0; 1 if this library was wrong or failed somewhere; 2 if the comman
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import shlex
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +246,19 @@ def accuracy_rows(table: Any) -> list[dict[str, Any]]:
     return rows
 
 
+@contextlib.contextmanager
+def ended_as_by_hand() -> Iterator[None]:
+    """Inside, SIGTERM, as `timeout` sends it, raises KeyboardInterrupt, so that what was found is not lost."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class Run:
     """One run of the command: options, where it prints, what it found."""
 
@@ -352,7 +368,7 @@ class Run:
             todo += [(case, "decode") for case in self.decode_cells()]
             self.compile_decode([contender for contender in found if contender.phase == "decode"])
         try:
-            with self.progress() as progress:
+            with ended_as_by_hand(), self.progress() as progress:
                 task = progress.add_task("timing", total=len(todo))
                 for case, phase in todo:
                     progress.update(task, description=f"{phase} {case}")
