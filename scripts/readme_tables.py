@@ -70,45 +70,39 @@ def forward_longest() -> list[str]:
     return table(headers, lines)
 
 
-def forward_ratios() -> list[str]:
-    """The 8-bit forward over its best peer, at every length."""
-    rows = rows_of("forward_grid", dtype="fp8")
+def by_length(rows: pd.DataFrame, text: Callable[[pd.DataFrame], str]) -> list[str]:
+    """A column for each length, in it what `text` makes of the rows of one cell."""
     lengths = sorted(set(rows["seqlen_k"]))
-    lines = []
-    for name, group in cells(rows):
-        line = [name]
-        for length in lengths:
-            cell = group[group["seqlen_k"] == length]
-            best = tflops(cell[cell["provider"] != OURS])
-            line.append(
-                " / ".join(f"{tflops(cell[cell['recipe'] == recipe]) / best:.2f}" for recipe in RECIPES)
-            )
-        lines.append(line)
+    lines = [
+        [name, *(text(group[group["seqlen_k"] == length]) for length in lengths)]
+        for name, group in cells(rows)
+    ]
     return table(["head_dim, mask", *(f"{length:,}" for length in lengths)], lines)
 
 
-def beside_best(record: str, phase: str) -> list[str]:
+def over_best(cell: pd.DataFrame) -> str:
+    """Both recipes over the best peer."""
+    best = tflops(cell[cell["provider"] != OURS])
+    return " / ".join(f"{tflops(cell[cell['recipe'] == recipe]) / best:.2f}" for recipe in RECIPES)
+
+
+def beside_best(cell: pd.DataFrame) -> str:
     """TFLOP/s of ours / the best peer = the ratio."""
-    rows = rows_of(record, phase=phase)
-    lengths = sorted(set(rows["seqlen_k"]))
-    lines = []
-    for name, group in cells(rows):
-        line = [name]
-        for length in lengths:
-            cell = group[group["seqlen_k"] == length]
-            ours, best = tflops(cell[cell["provider"] == OURS]), tflops(cell[cell["provider"] != OURS])
-            line.append(f"{ours:.0f} / {best:.0f} = {ours / best:.2f}")
-        lines.append(line)
-    return table(["head_dim, mask", *(f"{length:,}" for length in lengths)], lines)
+    ours, best = tflops(cell[cell["provider"] == OURS]), tflops(cell[cell["provider"] != OURS])
+    return f"{ours:.0f} / {best:.0f} = {ours / best:.2f}"
 
 
 # what stands some lines before a table, and what makes it
 TABLES: dict[str, Callable[[], list[str]]] = {
     "TFLOP/s at seqlen 16,384:": forward_longest,
-    "and the ratio to the better of": forward_ratios,
-    "The whole call from 16-bit tensors": lambda: beside_best("whole_call", "whole_call"),
-    "`flash_attn_func`, bf16, TFLOP/s": lambda: beside_best("forward_16bit", "forward"),
-    "Its gradients, beside": lambda: beside_best("backward_16bit", "backward"),
+    "and the ratio to the better of": lambda: by_length(rows_of("forward_grid", dtype="fp8"), over_best),
+    "The whole call from 16-bit tensors": lambda: by_length(
+        rows_of("whole_call", phase="whole_call"), beside_best
+    ),
+    "`flash_attn_func`, bf16, TFLOP/s": lambda: by_length(
+        rows_of("forward_16bit", phase="forward"), beside_best
+    ),
+    "Its gradients, beside": lambda: by_length(rows_of("backward_16bit", phase="backward"), beside_best),
 }
 
 
