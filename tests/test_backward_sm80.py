@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compiled import figures_of, no_spills
+from compiled import figures_of, fullest, no_spills
 from numpy.typing import NDArray
 
 from cute_attn.backward_tiles import all_backward16_sm80_configs, backward16_sm80_config
@@ -274,7 +274,9 @@ def test_products_of_a_step(dims: tuple[int, int, str], monkeypatch: pytest.Monk
 
 # ---- what the compiler makes of it -------------------------------------------------------------------------
 
-SAMPLE = all_backward16_sm80_configs()
+TILE = ("tile_m", "tile_n", "warps", "s_rows", "kv_rows", "dq_rows", "q_stages", "do_stages")
+EVERY_TILE = fullest(backward16_sm80_config, TILE, ("softcap", "alibi", "deterministic", "varlen"))
+SAMPLE = list(dict.fromkeys([*all_backward16_sm80_configs(), *EVERY_TILE]))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import figures_of, no_spills
+from compiled import figures_of, fullest, no_spills
 from torch import Tensor
 
 import cute_attn
@@ -342,7 +342,9 @@ def test_addresses(columns: int, rows: int, threads: int, monkeypatch: pytest.Mo
 
 # --- compiled code
 
-SAMPLE = plan_sm80.all_forward16_sm80_configs()
+TILE = ("tile_m", "tile_n", "warps", "kv_stages", "q_in_regs", "ctas")
+EVERY_TILE = fullest(plan_sm80.forward16_sm80_config, TILE, ("softcap", "alibi", "sinks", "varlen"))
+SAMPLE = list(dict.fromkeys([*plan_sm80.all_forward16_sm80_configs(), *EVERY_TILE]))
 
 
 @pytest.fixture(scope="module")
