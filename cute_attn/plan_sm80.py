@@ -44,6 +44,7 @@ class TileSm80:
     two_stages: bool = False  # only where there is room for two stages
     small: bool = False  # only SMs with little shared memory
     window: bool = False  # only with a sliding window
+    alibi: bool = True  # also with ALiBi
     causal: bool | None = None  # only with or without a causal mask; None: both
     filled: bool = False  # without a causal mask only for lengths that fill its last tile, see `BADLY_FILLED`
     # only with at most so many of window, softcap, ALiBi and unlike lengths, as each takes registers; ALiBi counts
@@ -61,10 +62,11 @@ TILES_SM80: Final = (
         columns=64,
         filled=True,
         features=2,
+        alibi=False,
         tile_n=96,
         two_stages=True,
         why="32 rows a warp: each fragment of K and V that is read serves two products; S of 96 keys and O leave no "
-        "register for more",
+        "register for more, nor for slopes under a causal mask",
     ),
     TileSm80(
         columns=64,
@@ -235,7 +237,7 @@ def forward16_sm80_choice(
         pack_gqa, why_pack = choose_pack_gqa(group, seqlen_q, tile.tile_m, varlen)
         features = window + softcap + varlen + alibi * (3 if pack_gqa > 1 else 1)
         serves = columns <= tile.columns and features <= tile.features and small >= tile.small
-        if not serves or tile.causal not in (None, causal) or tile.window > window:
+        if not serves or tile.causal not in (None, causal) or tile.window > window or alibi > tile.alibi:
             continue
         if tile.filled and not causal and _in_tiles(seqlen_q, tile.tile_n, varlen) > limit:
             continue

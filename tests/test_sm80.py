@@ -74,7 +74,11 @@ def test_tile_table() -> None:
     assert sizes(192, "sm_90a", seqlen_q=512) == sizes(192, "sm_90a", causal=True) == (64, 64, 4, 1, 2)
     assert sizes(192, "sm_80") == (64, 64, 4, 1, 2) and sizes(192, "sm_86") == (128, 64, 8, 1, 1)
     assert forward16_sm80_config(192, 128, "bf16", arch="sm_90a").kv_stages == 2
-    assert sizes(128, "sm_90a", window=True, **EVERY) == (128, 32, 4, 2, 2)
+    assert sizes(128, "sm_90a", softcap=True, varlen=True, alibi=True) == (128, 32, 4, 2, 2)
+    assert sizes(128, "sm_90a", window=True, **EVERY) == (64, 64, 4, 2, 2)
+    assert sizes(128, "sm_80", window=True, varlen=True) == sizes(128, "sm_80", window=True, alibi=True)
+    assert sizes(128, "sm_80", window=True, alibi=True) == (64, 64, 4, 2, 2)
+    assert sizes(64, "sm_80", alibi=True) == sizes(64, "sm_80", causal=True, alibi=True) == (128, 64, 4, 2, 2)
     assert sizes(128, "sm_80", causal=True, varlen=True) == (128, 32, 4, 2, 2)
     assert sizes(128, "sm_80", window=True) == sizes(128, "sm_87", varlen=True) == (128, 48, 4, 2, 2)
     packed = {"window": True, "alibi": True, "group": 4, "seqlen_q": 1}  # a slope for each row
