@@ -61,12 +61,12 @@ TILES_SM80: Final = (
     TileSm80(
         columns=64,
         filled=True,
-        features=2,
+        features=1,
         alibi=False,
         tile_n=96,
         two_stages=True,
         why="32 rows a warp: each fragment of K and V that is read serves two products; S of 96 keys and O leave no "
-        "register for more, nor for slopes under a causal mask",
+        "register for more than one feature, nor for slopes",
     ),
     TileSm80(
         columns=64,
