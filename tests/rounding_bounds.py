@@ -45,7 +45,7 @@ def check_lse(
         doubled: float64 lse of twice the scores, without sinks; -inf for a row without keys.
         qk_dtype: "int8" or "e4m3".
         where: for the message.
-        keys: of a row, where they are so many that what rounds to 0 counts: at most 2^-13 of the largest weight each.
+        keys: of a row, where they are so many that what rounds to 0 counts: about 2^-13 of the largest weight each.
     """
     seen = doubled != -torch.inf
     if not bool(seen.any()):

@@ -41,8 +41,9 @@ ALL = [*NAMED, *EX2]
 P_MAX_ERROR = {"code": 0.0752, "ex2": 0.0625, "cast": 0.0625}
 P_RMS_ERROR = {"code": 0.0314, "ex2": 0.0265, "cast": 0.0265}
 P_FLOOR = {"code": 2.0 ** ((0.5 - CODE_BIAS) / 8 + LIFT["code"]), "ex2": 2.0**-10, "cast": 2.0**-10}
-# The reference is the maximum rounded to an integer, or lags it: the largest P * 2^lift is at least this.
-P_LARGEST = {p: 2.0 ** (lift - 0.5) for p, lift in LIFT.items()}
+# The reference is the maximum rounded to an integer, by code an octave above it or less: the largest P * 2^lift is at
+# least this.
+P_LARGEST = {p: 2.0 ** (lift - 0.5 - (FIRST_ABOVE if p == "code" else 0.0)) for p, lift in LIFT.items()}
 
 
 @dataclasses.dataclass
