@@ -139,6 +139,7 @@ def compare(
     sinks: Tensor | None = None,
     dim: int = 1,
     eps: float = 4 * 2.0**-10,
+    eps_dq: float | None = None,
     **options: Any,
 ) -> Found:
     """One rank's results, forward and backward, beside its part of `wanted`."""
@@ -158,7 +159,7 @@ def compare(
     assert out.dtype == q.dtype and lse.dtype == torch.float32
     assert_close(out, sharding.shard(wanted[0], rank, dim), eps)
     assert_close(lse, sharding.shard(wanted[1], rank, dim=lse.dim() - 1), 1e-5)
-    assert_close(leaves[0].grad, sharding.shard(wanted[2], rank, dim), eps)  # type: ignore[arg-type]
+    assert_close(leaves[0].grad, sharding.shard(wanted[2], rank, dim), eps_dq or eps)  # type: ignore[arg-type]
     for leaf, gradient in zip(leaves[1:], wanted[3:], strict=False):
         assert_close(leaf.grad, sharding_k.shard(gradient, rank, dim), eps)  # type: ignore[arg-type]
     if sinks is not None:
@@ -720,8 +721,9 @@ def on_gpu(rank: int, ranks: int, say: Callable[[str], None]) -> None:
             dout,
             wanted,
             dlse,
+            eps=2.0**-7,
             # P, O and dS rounded to fp16, in float64 else, are 1.07 * 2^-7 off in dQ of the sixth row: D is of that O
-            eps=2.0**-6,
+            eps_dq=2.0**-6,
             window_size=window,
         )
         say(f"16 bits, window {window}")

@@ -30,8 +30,8 @@ tile_m times the slots; CTAs are given out by the slots of key tiles, and those 
 A CTA takes tile_n keys of one head of K and all query heads of its group: dK and dV are sums over them in registers.
 Its consumer warpgroups take 64 keys each, or share 64 keys and divide the columns of dK and dV; a last warpgroup
 produces: its first warp issues the TMA loads, and, but with `dq_direct`, one for each consumer warpgroup sends its part
-of dQ; the others leave at once. K and V stay in shared memory, Q and dO pass
-through rings with their rows of lse2 and D. The main loop is in bwd_mainloop.py.
+of dQ; the others leave at once. K and V stay in shared memory, Q and dO pass through rings with their rows of lse2 and
+D. The main loop is in bwd_mainloop.py.
 
 Shared memory: K (tile_n, qk_columns), V (tile_n, v_columns), Q (tile_m, qk_columns, q_stages), dO (tile_m, v_columns,
 do_stages), dS (tile_m, tile_n, ds_stages) and with `shared_keys` as many stages of P, dQ in float32 unless it leaves

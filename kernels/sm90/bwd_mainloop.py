@@ -319,12 +319,14 @@ class BwdMainloop:
                 if tid % 128 == 0:
                     end_turn(turn)
         else:
+            # the warpgroup waits, its sender arrives: the part of the step before has been read
             cute.arch.barrier(barrier_id=BwdBarrier.DQ_FREE + warpgroup, number_of_threads=160)
             for v in cutlass.range_constexpr(count // 4):
                 source = cute.make_tensor(acc.iterator + 4 * v, cute.make_layout(4))
                 place = aligned(s_dq.iterator + start + own + v * 512, 16)
                 cute.autovec_copy(source, cute.make_tensor(place, cute.make_layout(4)))
             cute.arch.fence_proxy("async.shared", space="cta")  # the reduction reads through the async proxy
+            # the warpgroup arrives behind its fence, its sender waits: the part is written
             cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_WRITTEN + warpgroup, number_of_threads=160)
 
     @cute.jit
@@ -360,15 +362,20 @@ class BwdMainloop:
 
     @cute.jit
     def send(self, s_dq: cute.Tensor, place, g_dq: cute.Tensor, g_turns: cute.Tensor, blocks, part: Int32):
-        """Send part `part` of dQ of all query tiles of one query head. Called by one whole warp,
-        whose first thread waits for each reduction to have read shared memory, also for the last one."""
+        """Send part `part` of dQ of all query tiles of one query head. Called by one whole warp, whose first thread
+        waits for each reduction to have read shared memory, also for the last one, as the CTA's memory must outlive it.
+        The consumers go over the same tiles, so that every arrival is waited for once."""
         for m in cutlass.range(blocks[0], blocks[3], unroll=1):
+            # the warp arrives, the consumers wait: what was read before, at first nothing, may be written over
             cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_FREE + part, number_of_threads=160)
             turn = self.turn(m, place, g_turns, part)
+            # the warp waits, the consumers arrive: the part of this tile is written
             cute.arch.barrier(barrier_id=BwdBarrier.DQ_WRITTEN + part, number_of_threads=160)
             if cute.arch.lane_idx() == 0:
                 self.reduce_part(s_dq, g_dq[m, None].iterator.toint(), turn, part)
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.cp_async_bulk_wait_group(
+                0, read=True
+            )  # the first thread: its reduction has read the part
 
     @cute.jit
     def release(self, pipe, state):

@@ -364,6 +364,7 @@ class FwdSm90:
                 for r in cutlass.range(rounds, unroll=1):
                     at = [cute.arch.make_warp_uniform(word) for word in self.tile(r, order)]
                     blocks, passed, _, _, _ = key_blocks(at[0], seqlen_q, seqlen_k, window, cfg)
+                    # one stage: its phase follows from the round, so none is kept; the first wait is for nobody
                     slot = pl.PipelineState(1, Int32(0), Int32(0), 1 - (r & 1))
                     pipes[3].producer_acquire(slot)  # waits until all consumers have begun the tile before
                     if cute.arch.lane_idx() == 0:
@@ -494,7 +495,7 @@ class FwdSm90:
         s_o, atom_o, m_o, m_lse = output
         index = at.index if cutlass.const_expr(cfg.varlen) else at
         if cutlass.const_expr(not cfg.varlen):
-            slot = pl.PipelineState(1, Int32(0), Int32(0), at & 1)
+            slot = pl.PipelineState(1, Int32(0), Int32(0), at & 1)  # one stage, of a phase for each round
             pipes[3].consumer_wait(slot)  # the producer's second warp has written place and `staged`
         found = self.place(index, where)
         m_block, head, batch, first_row, seqlen_q, first_key, seqlen_k, head_k = found[:8]
@@ -550,15 +551,14 @@ class FwdSm90:
 
         at     round of this CTA, or with `varlen` a stage of the ring of places
         where  (places, seqlen_q, seqlen_k, query heads or packs of a key head); places is that ring or, of which nobody
-               gives one back, those of the last `STAGES` rounds
+               gives one back, those of the last `STAGES` rounds: a later one is written when all have begun the next
         """
         places, seqlen_q, seqlen_k, group = where
         words = cute.make_rmem_tensor(PLACE if self.cfg.varlen else 4, Int32)
         if cutlass.const_expr(self.cfg.varlen):
             words.fill(0)
-            if (
-                cute.arch.lane_idx() == 0
-            ):  # it gives the place back, so that no other's reads have to come before that
+            # By the lane that gives the place back, so that no other's reads have to come before that.
+            if cute.arch.lane_idx() == 0:
                 cute.autovec_copy(places[None, at], words)
             count = 8 if self.cfg.split_keys else 7
             found = [cute.arch.make_warp_uniform(cute.arch.shuffle_sync(words[i], 0)) for i in range(count)]

@@ -146,7 +146,7 @@ class Fp8Policy(Fp8Softmax):
             source = cute.domain_offset((n * cfg.tile_n // V_SCALE_GROUP, head_k, batch), m_v_scale)
             copy_4_bytes_or_zeros(target, source.iterator.toint(), Int32(4))
         cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
+        cute.arch.cp_async_wait_group(0)  # each lane for its own copies, which it then announces
 
     @cute.jit
     def tile_inputs(
