@@ -185,19 +185,37 @@ def first_key_block(m: Int32, place, cfg: Bwd16Config) -> Int32:
     return first
 
 
+def key_block_order(n_blocks: Int32, batches: Int32, heads_k: Int32, turn: Int32, cfg: Bwd16Config):
+    """Divisors for `key_block_coord`, made on the host, as three divisions in a row would delay a CTA's first load.
+
+    They are heads_k, and n_blocks, or under a causal mask the tiles of a section of `turn` heads, `turn`, the heads of
+    the last section, which may have fewer, and its index.
+    """
+    divisor = cute.FastDivmodDivisorV2
+    if not cfg.causal:
+        return divisor(heads_k), divisor(n_blocks)
+    heads = heads_k * batches
+    whole = heads // turn
+    last = cutlass.max(heads - whole * turn, 1)
+    return divisor(heads_k), divisor(turn * n_blocks), divisor(turn), divisor(last), whole
+
+
 @cute.jit
-def key_block_coord(cta: Int32, n_blocks: Int32, heads: Int32, turn: Int32, cfg: Bwd16Config):
-    """CTA -> (key block, head among heads_k * batch), in the order in which CTAs start.
+def key_block_coord(cta: Int32, order, cfg: Bwd16Config):
+    """CTA -> (key block, head of K, batch), in the order in which CTAs start; `order`: see `key_block_order`.
 
     The blocks of a head are neighbours, so that Q, dO and the sum of dQ stay in L2, and ascend. Under a causal mask the
     first keys are seen by most queries: of `turn` heads together the longest come first, so that CTAs end together.
     """
-    head, n_block = cta // n_blocks, cta % n_blocks
     if cutlass.const_expr(cfg.causal):
-        section = cta // (turn * n_blocks)
-        first = section * turn
-        count = cutlass.min(turn, heads - first)
-        rest = cta - first * n_blocks
-        n_block = rest // count
-        head = first + rest % count
-    return n_block, head
+        of_heads, of_sections, of_turn, of_last, whole = order
+        section, rest = divmod(cta, of_sections)
+        n_block, head = divmod(rest, of_turn)
+        if section == whole:
+            n_block, head = divmod(rest, of_last)
+        head = head + section * of_turn.divisor
+    else:
+        of_heads, of_blocks = order
+        head, n_block = divmod(cta, of_blocks)
+    batch, head_k = divmod(head, of_heads)
+    return n_block, head_k, batch

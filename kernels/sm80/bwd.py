@@ -24,7 +24,7 @@ from cutlass.memory import SmemAllocator
 
 from ..any.bwd_passes import BwdEpilogue, BwdPrologue
 from ..common.pointers import aligned
-from ..common.scheduler import first_key_block, key_block_coord, query_blocks
+from ..common.scheduler import first_key_block, key_block_coord, key_block_order, query_blocks
 from ..common.varlen import first_slot, key_tile, slot_shift, slots_of
 from ..common.warp import copy_16_bytes, copy_16_bytes_or_zeros, load_words, store_word
 from ..config import Bwd16Sm80Config
@@ -99,6 +99,7 @@ class Bwd16Sm80Main:
         n_blocks = cute.ceil_div(k.shape[1], self.cfg.tile_n)
         if const_expr(self.cfg.varlen):
             n_blocks = slots_of(k.shape[1], lengths[1], self.cfg.tile_n)
+        order = key_block_order(n_blocks, k.shape[0], k.shape[2], turn, self.cfg)
         self.kernel(
             q,
             k,
@@ -113,8 +114,7 @@ class Bwd16Sm80Main:
             turns,
             scoring,
             softmax_scale,
-            n_blocks,
-            turn,
+            order,
             lengths,
         ).launch(
             grid=[n_blocks * k.shape[2] * k.shape[0], 1, 1],
@@ -139,17 +139,14 @@ class Bwd16Sm80Main:
         m_turns: cute.Tensor,  # (batch, heads_q, blocks, 1)
         scoring: Scoring,
         softmax_scale: Float32,
-        n_blocks: Int32,
-        turn: Int32,
+        order,  # of key tiles, see `key_block_order`
         # with `varlen` (cu_seqlens_q, cu_seqlens_k, seqused_k, whether that counts); else ()
         lengths,
     ):
-        """With `varlen`, all but slopes has a batch of one; blocks and n_blocks are slots of query and key tiles."""
+        """With `varlen`, all but slopes has a batch of one; blocks and `order` are of slots of query and key tiles."""
         cfg = self.cfg
         cta, _, _ = cute.arch.block_idx()
-        heads_k = m_k.shape[2]
-        n_block, index = key_block_coord(cta, n_blocks, heads_k * m_k.shape[0], turn, cfg)
-        head_k, batch = index % heads_k, index // heads_k
+        n_block, head_k, batch = key_block_coord(cta, order, cfg)
         more = (
             (m_q, m_k, m_v, m_do),
             (m_lse2, m_d_rows, m_dq_sum, m_turns),

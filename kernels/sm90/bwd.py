@@ -13,7 +13,7 @@ Tensors (every stride is dynamic, the last one is 1):
     lse2, d  (batch, heads_q, rows)                  float32; rows is a multiple of tile_m, those past seqlen_q have
                                                      lse2 = inf, which makes their P 0, and D = 0
     dq_sum   (batch, heads_q, rows / tile_m, tile_m * qk_columns) float32, zeroed: sum of dS K before softmax_scale, in
-             the order of accumulators (see `Bwd16Main.send_dq`)
+             the order of accumulators (see `BwdMainloop.send_dq`)
     slopes   (batch, heads_q)                        float32, of ALiBi; read only by its configurations
     turns    (batch, heads_q, rows / tile_m, consumer warpgroups)  int32, zeroed; read only if deterministic: how many
                                                      key tiles have added to the sum of dQ
@@ -52,7 +52,7 @@ from cutlass.memory import SmemAllocator
 
 from ..any.bwd_passes import BwdEpilogue, BwdPrologue
 from ..common.pointers import aligned
-from ..common.scheduler import key_block_coord, query_blocks
+from ..common.scheduler import key_block_coord, key_block_order, query_blocks
 from ..common.varlen import (
     FAR,
     first_slot,
@@ -112,7 +112,8 @@ class Bwd16Main:
         cfg = self.cfg
         tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.qk_columns, cfg.v_columns
         q, k, v, dout, dk, dv = [rows_first(x) for x in (q, k, v, dout, dk, dv)]
-        n_blocks, heads = cute.ceil_div(k.shape[0], tile_n), k.shape[2] * k.shape[3]
+        n_blocks, heads_k, batches = cute.ceil_div(k.shape[0], tile_n), k.shape[2], k.shape[3]
+        group = q.shape[2] // heads_k  # query heads of a key head
         if const_expr(cfg.varlen):
             n_blocks = slots_of(k.shape[0], lengths[1], tile_n)
             q, k, v, dout = [ragged_load(x, 0) for x in (q, k, v, dout)]
@@ -146,8 +147,6 @@ class Bwd16Main:
 
         @cute.struct
         class Storage:
-            bar_k: cute.struct.MemRange[cutlass.Int64, 2]
-            bar_v: cute.struct.MemRange[cutlass.Int64, 2]
             bar_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.q_stages]
             bar_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.do_stages]
             first_key: cute.struct.MemRange[Int32, 1 if cfg.varlen else 0]
@@ -189,11 +188,11 @@ class Bwd16Main:
             softcap_factor,
             window_left,
             window_right,
-            n_blocks,
-            turn,
+            key_block_order(n_blocks, batches, heads_k, turn, cfg),
+            group,
             lengths,
         ).launch(
-            grid=[n_blocks * heads, 1, 1],
+            grid=[n_blocks * heads_k * batches, 1, 1],
             block=[cfg.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -231,21 +230,17 @@ class Bwd16Main:
         softcap_factor: Float32,
         window_left: Int32,
         window_right: Int32,
-        n_blocks: Int32,
-        turn: Int32,
+        order,  # of key tiles, see `key_block_order`
+        group: Int32,  # query heads of a key head
         # with `varlen` (cu_seqlens_q, cu_seqlens_k, seqused_k, whether that counts); else ()
         lengths,
     ):
         """With `varlen`, q, k, v and dout are what `ragged_load` and dk and dv what `ragged` makes of them, with modes
-        of rows for the batch; what has slots has a batch of one; n_blocks are slots of key tiles.
+        of rows for the batch; what has slots has a batch of one; `order` is that of the slots of key tiles.
         """
         cfg = self.cfg
         cta, _, _ = cute.arch.block_idx()
-        heads_k = m_k.shape[2]
-        group = m_q.shape[2] // heads_k  # query heads of a key head
-        heads = heads_k if const_expr(cfg.varlen) else heads_k * m_k.shape[3]
-        n_block, index = key_block_coord(cta, n_blocks, heads, turn, cfg)
-        head_k, batch = index % heads_k, index // heads_k
+        n_block, head_k, batch = [cute.arch.make_warp_uniform(x) for x in key_block_coord(cta, order, cfg)]
         more = (
             ((atom_q, m_q), (atom_k, m_k), (atom_v, m_v), (atom_do, m_do)),
             ((atom_dk, m_dk), (atom_dv, m_dv)),
@@ -288,7 +283,9 @@ class Bwd16Main:
             # a tile of keys that do not count is seen by none
             queries = seqlen_q if n_block * tile_n < seqlen_k else Int32(0)
             entry, slot = Int32(0), first_slot(row0, batch, slot_shift(tile_m))
-        blocks = query_blocks(n_block, queries, seqlen_k, window, cfg)
+        blocks = [
+            cute.arch.make_warp_uniform(x) for x in query_blocks(n_block, queries, seqlen_k, window, cfg)
+        ]
 
         if warp_idx == 4 * cfg.consumer_warpgroups:
             for atom, _ in (*loads, *stores):
@@ -306,28 +303,30 @@ class Bwd16Main:
         pipes = (
             self.ring(storage.bar_q.data_ptr(), cfg.q_stages, tile_m * d * 2 + tile_m * 4),
             self.ring(storage.bar_do.data_ptr(), cfg.do_stages, tile_m * d_v * 2 + tile_m * 4),
-            self.ring(storage.bar_k.data_ptr(), 1, tile_n * d * 2),
-            self.ring(storage.bar_v.data_ptr(), 1, tile_n * d_v * 2),
         )
         if const_expr(cfg.varlen):
             s_first = storage.first_key.get_tensor(cute.make_layout(1))
             if tid == 0:  # for the end: over the loop there is no register to keep it in
                 s_first[0] = key0
         pl.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
-        pl.pipeline_init_wait(cluster_shape_mn=(1, 1))
-        cute.arch.sync_threads()  # all threads: mbarriers are initialised, the first key is written
+        pl.pipeline_init_wait(cluster_shape_mn=(1, 1))  # all threads: mbarriers and the first key are written
 
         if warpgroup == cfg.consumer_warpgroups:
             cute.arch.setmaxregister_decrease(cfg.producer_regs)
             if warp_idx == 4 * cfg.consumer_warpgroups:
                 of_keys, of_queries = (key0, seqlen_k), (row0, seqlen_q)
+                first_q, first_do = storage.bar_q.data_ptr(), storage.bar_do.data_ptr()
                 state_q = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.q_stages)
                 state_do = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.do_stages)
-                once = pl.make_pipeline_state(pl.PipelineUserType.Producer, 1)
-                tk_s, tk_g = self.boxes(atom_k, m_k, head_k, batch, s_k, (tile_n, d))
-                tv_s, tv_g = self.boxes(atom_v, m_v, head_k, batch, s_v, (tile_n, d_v))
-                self.load_once(atom_k, (tk_s, self.box(tk_g, n_block, tile_n, of_keys)), pipes[2], once)
-                self.load_once(atom_v, (tv_s, self.box(tv_g, n_block, tile_n, of_keys)), pipes[3], once)
+                if blocks[0] < blocks[3]:  # else nobody would wait for K and V
+                    # the first stages of Q and dO are full when K and V are there, too
+                    with cute.arch.elect_one():  # the lane that arrives below
+                        cute.arch.mbarrier_expect_tx(first_q, tile_n * d * 2)
+                        cute.arch.mbarrier_expect_tx(first_do, tile_n * d_v * 2)
+                    tk_s, tk_g = self.boxes(atom_k, m_k, head_k, batch, s_k, (tile_n, d))
+                    tv_s, tv_g = self.boxes(atom_v, m_v, head_k, batch, s_v, (tile_n, d_v))
+                    cute.copy(atom_k, self.box(tk_g, n_block, tile_n, of_keys), tk_s, tma_bar_ptr=first_q)
+                    cute.copy(atom_v, self.box(tv_g, n_block, tile_n, of_keys), tv_s, tma_bar_ptr=first_do)
                 for h in cutlass.range(group, unroll=1):
                     head = head_k * group + h
                     tq_s, tq_g = self.boxes(atom_q, m_q, head, batch, s_q, (tile_m, d))
@@ -363,9 +362,6 @@ class Bwd16Main:
                 pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.q_stages),
                 pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.do_stages),
             )
-            once = pl.make_pipeline_state(pl.PipelineUserType.Consumer, 1)
-            pipes[2].consumer_wait(once)  # TMA has filled K
-            pipes[3].consumer_wait(once)  # TMA has filled V
             warp_keys = tid % 128 // 32 * 16 if const_expr(cfg.shared_keys) else tid // 32 * 16
             first_key = n_block * tile_n + warp_keys + tid % 32 // 4  # of the thread's first row of S^T
             limits = (first_key, seqlen_k, seqlen_k - seqlen_q, *window, n_block)
@@ -424,13 +420,6 @@ class Bwd16Main:
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
             defer_sync=True,  # one fence and one barrier for all rings, in the kernel
         )
-
-    @cute.jit
-    def load_once(self, atom: cute.CopyAtom, parts, pipe, state):
-        """K or V, whose one stage nobody releases. Called by one whole warp."""
-        s, g = parts
-        pipe.producer_acquire(state)  # does not wait: the stage is empty
-        cute.copy(atom, g, s, tma_bar_ptr=pipe.producer_get_barrier(state))
 
     @cute.jit
     def load(self, m: Int32, tile, row, queries, pipe, state):

@@ -13,7 +13,8 @@ Rings (PipelineTmaAsync; an mbarrier pair "full" / "empty" for each stage):
     name  stages     producer              full: arrives, bytes                        empty: arrives
     Q     q_stages   warp 0 of producer    TMA, tile_m * qk_columns * 2 + tile_m * 4   all threads of the consumers
     dO    do_stages  warp 0 of producer    TMA, tile_m * v_columns * 2 + tile_m * 4    all threads of the consumers
-    K, V  1          warp 0 of producer    TMA, tile_n * columns * 2                   nobody
+
+K comes with the first Q and V with the first dO, whose barriers expect their bytes too; both stay.
 
 One step of a warpgroup:
 
