@@ -220,7 +220,7 @@ class BwdEpilogue:
 
     @cute.jit
     def place(self, index: Int32, i: cutlass.Constexpr):
-        """(row, column) in the tile of value i of vector `index` of the sum, see `BwdMainloop.send_dq`."""
+        """(row, column) in the tile of value i of vector `index` of the sum, see `BwdMainloop.add_dq`."""
         cfg = self.cfg
         # Vector v of thread t of warpgroup w: registers 4 v .. 4 v + 3 of its accumulator, two columns of two rows.
         vectors = cfg.dq_registers // 4

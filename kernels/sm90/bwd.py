@@ -13,7 +13,7 @@ Tensors (every stride is dynamic, the last one is 1):
     lse2, d  (batch, heads_q, rows)                  float32; rows is a multiple of tile_m, those past seqlen_q have
                                                      lse2 = inf, which makes their P 0, and D = 0
     dq_sum   (batch, heads_q, rows / tile_m, tile_m * qk_columns) float32, zeroed: sum of dS K before softmax_scale, in
-             the order of accumulators (see `BwdMainloop.send_dq`)
+             the order of accumulators (see `BwdMainloop.add_dq`)
     slopes   (batch, heads_q)                        float32, of ALiBi; read only by its configurations
     turns    (batch, heads_q, rows / tile_m, consumer warpgroups)  int32, zeroed; read only if deterministic: how many
                                                      key tiles have added to the sum of dQ

@@ -288,52 +288,54 @@ class BwdMainloop:
         cute.copy(copy_atom, tiled_copy.retile(values), tiled_copy.partition_D(own))
 
     @cute.jit
-    def send_dq(self, acc: cute.Tensor, s_dq: cute.Tensor, target: Int64, turn, warpgroup: Int32):
-        """Add the warpgroup's part of dQ to the sum of its query tile, which begins at address `target`.
+    def add_dq(self, acc: cute.Tensor, target: Int64, turn, warpgroup: Int32):
+        """With `dq_direct`: each thread adds its vectors of the warpgroup's part of dQ to the sum of its query tile,
+        which begins at address `target`. `turn`: see `await_turn`.
 
-        Both are in the order of accumulators: element i of vector v of thread t of warpgroup w, register 4 v + i, at
-        ((w * registers / 4 + v) * 128 + t) * 4 + i. So shared memory is written without bank conflicts and one bulk
-        reduction takes the part as it is; or each thread adds its vectors. `turn`: see `await_turn`.
+        The sum is in the order of accumulators: element i of vector v of thread t of warpgroup w, register 4 v + i, at
+        ((w * registers / 4 + v) * 128 + t) * 4 + i. `hand_dq` writes shared memory likewise.
         """
         cfg = self.cfg
         tid, _, _ = cute.arch.thread_idx()
-        count = cfg.dq_registers
-        start = warpgroup * (count * 128)
-        own = tid % 128 * 4
-        if const_expr(cfg.dq_direct):
-            if const_expr(cfg.deterministic):
-                if tid % 128 == 0:
-                    await_turn(turn)
-                # the warpgroup: its first thread has seen that it is its turn
-                cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
-            address = target + Int64((start + own) * 4)
-            for v in cutlass.range_constexpr(count // 4):
-                cute.arch.inline_ptx(
-                    f"red.relaxed.gpu.global.add.v4.f32 [{{$r0}}+{2048 * v}], "
-                    "{{$r1}, {$r2}, {$r3}, {$r4}};",
-                    read_only_args=[address, *(acc[4 * v + i] for i in range(4))],
-                )
-            if const_expr(cfg.deterministic):
-                cute.arch.fence_acq_rel_gpu()  # what this thread added comes before the next turn
-                # the warpgroup: all of it has added, and its first thread may say so
-                cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
-                if tid % 128 == 0:
-                    end_turn(turn)
-        else:
-            # the warpgroup waits, its sender arrives: the part of the step before has been read
-            cute.arch.barrier(barrier_id=BwdBarrier.DQ_FREE + warpgroup, number_of_threads=160)
-            for v in cutlass.range_constexpr(count // 4):
-                source = cute.make_tensor(acc.iterator + 4 * v, cute.make_layout(4))
-                place = aligned(s_dq.iterator + start + own + v * 512, 16)
-                cute.autovec_copy(source, cute.make_tensor(place, cute.make_layout(4)))
-            cute.arch.fence_proxy("async.shared", space="cta")  # the reduction reads through the async proxy
-            # the warpgroup arrives behind its fence, its sender waits: the part is written
-            cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_WRITTEN + warpgroup, number_of_threads=160)
+        if const_expr(cfg.deterministic):
+            if tid % 128 == 0:
+                await_turn(turn)
+            # the warpgroup: its first thread has seen that it is its turn
+            cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
+        address = target + Int64((warpgroup * (cfg.dq_registers * 128) + tid % 128 * 4) * 4)
+        for v in cutlass.range_constexpr(cfg.dq_registers // 4):
+            cute.arch.inline_ptx(
+                f"red.relaxed.gpu.global.add.v4.f32 [{{$r0}}+{2048 * v}], "
+                "{{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[address, *(acc[4 * v + i] for i in range(4))],
+            )
+        if const_expr(cfg.deterministic):
+            cute.arch.fence_acq_rel_gpu()  # what this thread added comes before the next turn
+            # the warpgroup: all of it has added, and its first thread may say so
+            cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
+            if tid % 128 == 0:
+                end_turn(turn)
+
+    @cute.jit
+    def hand_dq(self, acc: cute.Tensor, s_dq: cute.Tensor, warpgroup: Int32):
+        """The warpgroup's part of dQ to shared memory, in the order of `add_dq`, for its sender: so there are no bank
+        conflicts, and one bulk reduction takes the part as it is."""
+        tid, _, _ = cute.arch.thread_idx()
+        first = warpgroup * (self.cfg.dq_registers * 128) + tid % 128 * 4
+        # the warpgroup waits, its sender arrives: the part of the step before has been read
+        cute.arch.barrier(barrier_id=BwdBarrier.DQ_FREE + warpgroup, number_of_threads=160)
+        for v in cutlass.range_constexpr(self.cfg.dq_registers // 4):
+            source = cute.make_tensor(acc.iterator + 4 * v, cute.make_layout(4))
+            place = aligned(s_dq.iterator + first + v * 512, 16)
+            cute.autovec_copy(source, cute.make_tensor(place, cute.make_layout(4)))
+        cute.arch.fence_proxy("async.shared", space="cta")  # the reduction reads through the async proxy
+        # the warpgroup arrives behind its fence, its sender waits: the part is written
+        cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_WRITTEN + warpgroup, number_of_threads=160)
 
     @cute.jit
     def reduce_part(self, s_dq: cute.Tensor, target: Int64, turn, part: Int32):
         """Start the reduction of one part of dQ; deterministic: wait for its turn, and for its end. Called by one
-        thread, which has to wait for the group before the part in shared memory is written anew. See `send_dq`."""
+        thread, which has to wait for the group before the part in shared memory is written anew. See `hand_dq`."""
         cfg = self.cfg
         count = cfg.dq_registers
         start = part * (count * 128)
@@ -475,8 +477,11 @@ class BwdMainloop:
         wg.wait_group(2)  # dV is complete
         self.release(pipe_do, state_do)  # all threads: they read this dO and D no more
         wg.wait_group(1)  # dQ is complete
-        turn = self.turn(m, place, g_turns, warpgroup)
-        self.send_dq(dq, s_dq, g_dq[m, None].iterator.toint(), turn, warpgroup)
+        if const_expr(cfg.dq_direct):
+            turn = self.turn(m, place, g_turns, warpgroup)
+            self.add_dq(dq, g_dq[m, None].iterator.toint(), turn, warpgroup)
+        else:
+            self.hand_dq(dq, s_dq, warpgroup)
         wg.wait_group(0)  # dK is complete
         self.release(pipe_q, state_q)  # likewise this Q and lse2
         state_q.advance()
