@@ -29,6 +29,8 @@ class Bwd16Config:
     # Two warpgroups share 64 keys: each has half the queries of S and half the columns of dK and dV, whose accumulators
     # would not fit otherwise
     shared_keys: bool = False
+    # Of a step's blocks of 16 queries, those whose dV and dK run under the arithmetic of the others; 0: no such parts
+    first_blocks: int = 0
     dq_direct: bool = False  # dQ goes to memory from registers, not through shared memory
     deterministic: bool = False  # key tiles add to dQ in their order
     varlen: bool = False  # sequences of unlike length, their rows behind one another
@@ -109,6 +111,7 @@ class Bwd16Config:
         mask = "causal" if self.causal else "window" if self.window else "full"
         mask += "".join(f"_{name}" for name in ("softcap", "alibi", "varlen") if getattr(self, name))
         stages = f"q{self.q_stages}o{self.do_stages}s{self.ds_stages}"
+        stages += f"f{self.first_blocks}" * bool(self.first_blocks)
         stages += "_shared" * self.shared_keys + "_direct" * self.dq_direct
         stages += "_deterministic" * self.deterministic
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
@@ -148,6 +151,9 @@ class Bwd16Config:
                 f"64 columns of head_dim a warpgroup, got {self.dq_split!r}, {self.tile_m} x {self.tile_n}, head_dim "
                 f"{self.head_dim}"
             )
+        last = 0 if self.softcap or self.shared_keys else self.tile_m // 16 - 1
+        if not 0 <= self.first_blocks <= last:
+            raise ValueError(f"first_blocks must be from 0 to {last}, got {self.first_blocks}")
         accumulators = (self.dk_part + self.dv_part) // 2  # of a thread
         if accumulators > 128:
             raise ValueError(

@@ -21,6 +21,11 @@ One step of a warpgroup:
     tensor core   S^T, dP^T ...|                       | dV ....... dQ, dK .........|
     warpgroup          | P ....| dS, pack, write dS, exchange |           | send dQ |
 
+With `first_blocks` the arithmetic of the step's last queries runs under dV and dK of the first:
+
+    tensor core   S^T, dP^T ...|           | dV, dK of the first |    | dV of the rest ...... dQ, dK of the rest ...|
+    warpgroup          | P ....| dS, pack  | P, dS of the rest ..|pack|  write dS, exchange |          | send dQ |
+
 Operands: Q, K, V, dO are K-major for S^T and dP^T; as B of dK, dV and dQ, where they are read along the other mode,
 MN-major. dS is stored (tile_m, tile_n), keys contiguous, by transposing stmatrix.
 """
@@ -164,18 +169,19 @@ class BwdMainloop:
 
     # -- products ---------------------------------------------------------------------------------------------
 
-    def issue(self, mma: cute.TiledMma, acc, a, b, accumulate: bool) -> None:
-        """Issue acc (+)= a b as a group of its own (not waited for). `mma` must be fresh: ACCUMULATE set here must not
-        leak out of a loop body."""
+    def issue(self, mma: cute.TiledMma, acc, a, b, accumulate: bool, blocks: range | None = None) -> None:
+        """Issue acc (+)= a b, of all terms or those in `blocks` of 16, as a group of its own (not waited for). `mma`
+        must be fresh: ACCUMULATE set here must not leak out of a loop body."""
         mma.set(wg.Field.ACCUMULATE, accumulate)
         wg.fence()  # these registers have been read and written: the product may not overtake it
-        for kb in range(cute.size(a, mode=[2])):
+        for kb in range(cute.size(a, mode=[2])) if blocks is None else blocks:
             cute.gemm(mma, acc, a[None, None, kb], b[None, None, kb], acc)
             mma.set(wg.Field.ACCUMULATE, True)
         wg.commit_group()
 
-    def issue_gradient(self, acc, words, operands, stages, part: int) -> None:
-        """Issue acc += P^T dO or dS^T Q: dV or dK. A comes from `words`, or from stages[0] of operands[0]."""
+    def issue_gradient(self, acc, words, operands, stages, part: int, blocks: range | None = None) -> None:
+        """Issue acc += P^T dO or dS^T Q: dV or dK, of all queries or those in `blocks` of 16. A comes from `words`, or
+        from stages[0] of operands[0]."""
         mma = self.gradient_mma(part)
         a, b = operands
         if self.cfg.shared_keys:
@@ -183,7 +189,7 @@ class BwdMainloop:
         else:
             shape = mma.partition_shape_A((self.cfg.tile_n, self.cfg.tile_m))
             a = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), cute.make_layout(shape))
-        self.issue(mma, acc, a, b[None, None, None, stages[1]], True)
+        self.issue(mma, acc, a, b[None, None, None, stages[1]], True, blocks)
 
     # -- arithmetic -------------------------------------------------------------------------------------------
 
@@ -196,19 +202,33 @@ class BwdMainloop:
         return first
 
     @cute.jit
-    def row_values(self, s_row: cute.Tensor, stage: Int32, warpgroup: Int32) -> cute.Tensor:
-        """The values of the thread's queries, (own_queries / 4,), from (tile_m, stages) in shared memory."""
+    def row_values(
+        self, s_row: cute.Tensor, stage: Int32, warpgroup: Int32, blocks: cutlass.Constexpr
+    ) -> cute.Tensor:
+        """The values of the thread's queries, (own_queries / 4,), from (tile_m, stages) in shared memory: of those in
+        `blocks` of 16."""
         values = cute.make_rmem_tensor(self.cfg.own_queries // 4, Float32)
         first = s_row.iterator + stage * self.cfg.tile_m + self.first_query(warpgroup)
-        for j in cutlass.range_constexpr(self.cfg.own_queries // 8):
+        for j in cutlass.range_constexpr(2 * blocks.start, 2 * blocks.stop):
             source = cute.make_tensor(aligned(first + 8 * j, 8), cute.make_layout(2))
             target = cute.make_tensor(values.iterator + 2 * j, cute.make_layout(2))
             cute.autovec_copy(source, target)
         return values
 
     @cute.jit
-    def probabilities(self, masking: cutlass.Constexpr, query0: Int32, acc, words_p, lse2, inputs, place):
-        """S^T -> P^T in place. With softcap P^T goes to `words_p`, rounded, and P^T (1 - tanh^2) stays in its place.
+    def probabilities(
+        self,
+        masking: cutlass.Constexpr,
+        query0: Int32,
+        acc,
+        words_p,
+        lse2,
+        inputs,
+        place,
+        blocks: cutlass.Constexpr,
+    ):
+        """S^T -> P^T in place, of the queries in `blocks` of 16. With softcap P^T goes to `words_p`, rounded, and
+        P^T (1 - tanh^2) stays in its place.
 
         Row r of the thread is key key0 + 8 r, column i query query0 + 8 (i // 2) + i % 2. Key j is seen by query i iff
         i - left <= j - shift <= i + right.
@@ -230,7 +250,7 @@ class BwdMainloop:
                 first = first if key < seqlen_k else Int32(cfg.tile_m)
             if const_expr(cfg.alibi):
                 distance = (query0 + shift - key).to(Float32)
-            for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
+            for i in cutlass.range_constexpr(4 * blocks.start, 4 * blocks.stop):
                 behind = 8 * (i // 2) + i % 2  # queries behind the first
                 bias = lse2[i]
                 if const_expr(cfg.alibi):
@@ -255,18 +275,19 @@ class BwdMainloop:
                         words_p[r + i - 1] = pair(even, p)
 
     @cute.jit
-    def score_gradients(self, p_acc, acc, d_rows):
-        """dP^T -> dS^T in place; p_acc is P^T, with softcap times its slope."""
+    def score_gradients(self, p_acc, acc, d_rows, blocks: cutlass.Constexpr):
+        """dP^T -> dS^T in place, of the queries in `blocks` of 16; p_acc is P^T, with softcap times its slope."""
         p, s = rows(p_acc), rows(acc)
         for r in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
+            for i in cutlass.range_constexpr(4 * blocks.start, 4 * blocks.stop):
                 s[r, i] = p[r, i] * (s[r, i] - d_rows[i])
 
     @cute.jit
-    def pack(self, acc: cute.Tensor, words: cute.Tensor):
-        """Round to the A operand; only when no WGMMA is in flight, or C7513 serialises."""
+    def pack(self, acc: cute.Tensor, words: cute.Tensor, blocks: cutlass.Constexpr):
+        """Round to the A operand, of the queries in `blocks` of 16; only when no WGMMA is in flight, or C7513
+        serialises."""
         pair = bf16_pair if const_expr(self.cfg.dtype == "bf16") else fp16_pair
-        for w in cutlass.range_constexpr(cute.size(words)):
+        for w in cutlass.range_constexpr(4 * blocks.start, 4 * blocks.stop):
             words[w] = pair(acc[2 * w], acc[2 * w + 1])
 
     @cute.jit
@@ -423,16 +444,20 @@ class BwdMainloop:
             self.new_operand(),
         )
         query0 = m * cfg.tile_m + self.first_query(warpgroup)
+        end = cfg.own_queries // 16
+        every, first = range(end), range(cfg.first_blocks or end)
+        later = range(first.stop, end)  # blocks of 16 queries whose arithmetic runs under products of `first`
+        rest = later if const_expr(cfg.first_blocks) else every
 
         pipe_q.consumer_wait(state_q)  # TMA has filled Q and lse2 of this tile
         self.issue(self.scores_mma(), s, k_frag, q_frag[None, None, None, state_q.index], False)
         pipe_do.consumer_wait(state_do)  # TMA has filled dO and D of this tile
         do_part = do_frag[None, None, None, state_do.index]
-        lse2 = self.row_values(s_lse2, state_q.index, warpgroup)
+        lse2 = self.row_values(s_lse2, state_q.index, warpgroup, first)
         if const_expr(cfg.softcap):
             wg.wait_group(0)  # S^T is complete
             # P is rounded before dP^T is in flight, which would serialise
-            self.probabilities(masking, query0, s, words_p, lse2, inputs, place)
+            self.probabilities(masking, query0, s, words_p, lse2, inputs, place, every)
             self.issue(self.scores_mma(), dp, v_frag, do_part, False)
             if const_expr(not cfg.shared_keys):
                 # so that P is gone when dS wants its registers
@@ -440,25 +465,36 @@ class BwdMainloop:
         else:
             self.issue(self.scores_mma(), dp, v_frag, do_part, False)
             wg.wait_group(1)  # S^T is complete, dP^T goes on
-            self.probabilities(masking, query0, s, words_p, lse2, inputs, place)
+            self.probabilities(masking, query0, s, words_p, lse2, inputs, place, first)
         if const_expr(cfg.ds_stages == 1):
             # all consumers: their products of the step before are complete
             cute.arch.barrier(barrier_id=BwdBarrier.REUSE, number_of_threads=128 * cfg.consumer_warpgroups)
         if const_expr(cfg.shared_keys):
             if const_expr(not cfg.softcap):
-                self.pack(s, words_p)
+                self.pack(s, words_p, every)
             self.write_transposed(words_p, s_ds, p_stage, warpgroup)
         wg.wait_group(0)  # dP^T is complete, with softcap dV too
-        self.score_gradients(s, dp, self.row_values(s_d_rows, state_do.index, warpgroup))
+        d_rows = self.row_values(s_d_rows, state_do.index, warpgroup, first)
+        self.score_gradients(s, dp, d_rows, first)
         if const_expr(not (cfg.shared_keys or cfg.softcap)):
-            self.pack(s, words_p)
-        self.pack(dp, words_ds)
+            self.pack(s, words_p, first)
+        self.pack(dp, words_ds, first)
+        if const_expr(cfg.first_blocks):
+            lse2 = self.row_values(s_lse2, state_q.index, warpgroup, later)
+            d_rows = self.row_values(s_d_rows, state_do.index, warpgroup, later)
+            self.issue_gradient(dv, words_p, dv_operands, stages_v, cfg.dv_part, first)
+            self.issue_gradient(dk, words_ds, dk_operands, stages_k, cfg.dk_part, first)
+            self.probabilities(masking, query0, s, words_p, lse2, inputs, place, later)
+            self.score_gradients(s, dp, d_rows, later)
+            wg.wait_group(0)  # dV and dK of the first queries are complete
+            self.pack(s, words_p, later)
+            self.pack(dp, words_ds, later)
 
         if const_expr(cfg.dq_split == "transposed"):
             # ahead of dV, or ptxas serialises the products of 80 queries
             self.write_transposed(words_ds, s_ds, ds_stage, warpgroup)
         if const_expr(not (cfg.shared_keys or cfg.softcap)):
-            self.issue_gradient(dv, words_p, dv_operands, stages_v, cfg.dv_part)
+            self.issue_gradient(dv, words_p, dv_operands, stages_v, cfg.dv_part, rest)
         if const_expr(cfg.dq_split != "transposed"):
             self.write_transposed(words_ds, s_ds, ds_stage, warpgroup)
         cute.arch.fence_proxy("async.shared", space="cta")  # products read through the async proxy
@@ -473,7 +509,7 @@ class BwdMainloop:
         else:
             dq_a = dq_a[None, None, None, ds_stage]
         self.issue(self.dq_mma(), dq, dq_a, dq_b, False)
-        self.issue_gradient(dk, words_ds, dk_operands, stages_k, cfg.dk_part)
+        self.issue_gradient(dk, words_ds, dk_operands, stages_k, cfg.dk_part, rest)
         wg.wait_group(2)  # dV is complete
         self.release(pipe_do, state_do)  # all threads: they read this dO and D no more
         wg.wait_group(1)  # dQ is complete
