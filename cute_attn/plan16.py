@@ -259,7 +259,10 @@ def backward16_config(
     if columns > 128:  # accumulators of 128 keys do not fit, nor dQ beside two stages of Q and dO
         config = dataclasses.replace(config, tile_n=64, shared_keys=True, dq_direct=True, ds_stages=1)
     elif columns <= 64 and not (softcap or alibi):  # whose values beside twice the scores would not fit
-        config = dataclasses.replace(config, tile_m=128, dq_split="rows")
+        # under a mask the parts of a step gain nothing (perf/log.md, run 19)
+        config = dataclasses.replace(
+            config, tile_m=128, dq_split="rows", first_blocks=0 if causal or window else 4
+        )
     elif min(head_dim, head_dim_v) > 64 and many and not (window or softcap or alibi or varlen):
         # Fewer bytes through shared memory for each query. Sequences of unlike length want powers of two.
         config = dataclasses.replace(config, tile_m=80, dq_split="transposed")
