@@ -149,7 +149,7 @@ class Bwd16Main:
         class Storage:
             bar_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.q_stages]
             bar_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.do_stages]
-            first_key: cute.struct.MemRange[Int32, 1 if cfg.varlen else 0]
+            place: cute.struct.MemRange[Int32, 5 if cfg.varlen else 0]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
@@ -305,11 +305,13 @@ class Bwd16Main:
             self.ring(storage.bar_do.data_ptr(), cfg.do_stages, tile_m * d_v * 2 + tile_m * 4),
         )
         if const_expr(cfg.varlen):
-            s_first = storage.first_key.get_tensor(cute.make_layout(1))
-            if tid == 0:  # for the end: over the loop there is no register to keep it in
-                s_first[0] = key0
+            s_place = storage.place.get_tensor(cute.make_layout(5))
+            if tid == 0:
+                for i in cutlass.range_constexpr(4):
+                    s_place[i] = blocks[i]
+                s_place[4] = key0  # for the end: over the loop there is no register to keep it in
         pl.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
-        pl.pipeline_init_wait(cluster_shape_mn=(1, 1))  # all threads: mbarriers and the first key are written
+        pl.pipeline_init_wait(cluster_shape_mn=(1, 1))  # all threads: mbarriers and s_place are written
 
         if warpgroup == cfg.consumer_warpgroups:
             cute.arch.setmaxregister_decrease(cfg.producer_regs)
@@ -357,6 +359,10 @@ class Bwd16Main:
                         )
         else:
             cute.arch.setmaxregister_increase(cfg.consumer_regs)
+            if const_expr(cfg.varlen):
+                # ptxas keeps minima and maxima in registers of each thread, where there is none left, and what was
+                # loaded in uniform ones
+                blocks = [cute.arch.make_warp_uniform(s_place[i]) for i in range(4)]
             frags = self.mainloop.fragments(s_q, s_k, s_v, s_do, s_ds, warpgroup)
             dk, dv = self.mainloop.new_gradients()
             states = (
@@ -384,7 +390,7 @@ class Bwd16Main:
                     blocks,
                 )
             if const_expr(cfg.varlen):
-                place = (*place[:5], cute.arch.make_warp_uniform(s_first[0]), seqlen_k)
+                place = (*place[:5], cute.arch.make_warp_uniform(s_place[4]), seqlen_k)
             self.epilogue((dk, dv), softmax_scale, (s_k, s_v), stores, place, stored)
 
     def from_slot(self, x: cute.Tensor, first: Int32) -> cute.Tensor:
