@@ -360,6 +360,9 @@ def test_names_tell_configurations_apart() -> None:
         {"dq_split": "columns"},
         {"deterministic": True},
         {"varlen": True},
+        {"first_blocks": 2},
+        {"rotate": True},
+        {"late_dk": True},
         {"consumer_regs": 232},
     ]
     assert len({replace(good, **changed).name for changed in changes}) == len(changes)
@@ -386,8 +389,9 @@ def test_compiled_kernel(config: Bwd16Config, figures: Callable[[Bwd16Config], K
     loops = 2 + config.window
     steps = (config.qk_columns + config.v_columns) // 16 + 2 * config.tile_m // 16 + config.tile_n // 16
     assert found.counts["HGMMA"] == loops * steps
-    # One arrival for each product, and five waits: more would be products that wait for one another.
-    assert found.counts["WARPGROUP"] == 10 * loops
+    # One arrival for each product, and five waits: more would be products that wait for one another. With
+    # `first_blocks` dV and dK are two products each, and there is a wait more.
+    assert found.counts["WARPGROUP"] == (13 if config.first_blocks else 10) * loops
     assert found.counts["USETMAXREG"] == 2
     assert found.registers <= REGISTERS_PER_SM // config.threads
     assert found.smem_bytes == config.smem_bytes <= SMEM_LIMIT

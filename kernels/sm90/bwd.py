@@ -321,8 +321,9 @@ class Bwd16Main:
                 state_q = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.q_stages)
                 state_do = pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.do_stages)
                 if blocks[0] < blocks[3]:  # else nobody would wait for K and V
-                    # the first stages of Q and dO are full when K and V are there, too
-                    with cute.arch.elect_one():  # the lane that arrives below
+                    # The first stages of Q and dO are full when K and V are there, too: their barriers expect these
+                    # bytes beside those of `load`, whose arrival is still to come, so that no phase can end before.
+                    with cute.arch.elect_one():  # the lane that arrives in `load`
                         cute.arch.mbarrier_expect_tx(first_q, tile_n * d * 2)
                         cute.arch.mbarrier_expect_tx(first_do, tile_n * d_v * 2)
                     tk_s, tk_g = self.boxes(atom_k, m_k, head_k, batch, s_k, (tile_n, d))

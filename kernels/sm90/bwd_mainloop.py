@@ -14,7 +14,8 @@ Rings (PipelineTmaAsync; an mbarrier pair "full" / "empty" for each stage):
     Q     q_stages   warp 0 of producer    TMA, tile_m * qk_columns * 2 + tile_m * 4   all threads of the consumers
     dO    do_stages  warp 0 of producer    TMA, tile_m * v_columns * 2 + tile_m * 4    all threads of the consumers
 
-K comes with the first Q and V with the first dO, whose barriers expect their bytes too; both stay.
+K comes with the first Q and V with the first dO, whose barriers expect tile_n * columns * 2 bytes more then. Both stay,
+so that no later step waits for them.
 
 One step of a warpgroup:
 
@@ -450,9 +451,9 @@ class BwdMainloop:
         later = range(first.stop, end)  # blocks of 16 queries whose arithmetic runs under products of `first`
         rest = later if const_expr(cfg.first_blocks) else every
 
-        pipe_q.consumer_wait(state_q)  # TMA has filled Q and lse2 of this tile
+        pipe_q.consumer_wait(state_q)  # TMA has filled Q and lse2 of this tile, before the first step K too
         self.issue(self.scores_mma(), s, k_frag, q_frag[None, None, None, state_q.index], False)
-        pipe_do.consumer_wait(state_do)  # TMA has filled dO and D of this tile
+        pipe_do.consumer_wait(state_do)  # TMA has filled dO and D of this tile, before the first step V too
         do_part = do_frag[None, None, None, state_do.index]
         lse2 = self.row_values(s_lse2, state_q.index, warpgroup, first)
         if const_expr(cfg.softcap):
