@@ -449,7 +449,8 @@ class BwdMainloop:
         end = cfg.own_queries // 16
         every, first = range(end), range(cfg.first_blocks or end)
         later = range(first.stop, end)  # blocks of 16 queries whose arithmetic runs under products of `first`
-        rest = later if const_expr(cfg.first_blocks) else every
+        # of all terms without `first_blocks`: with `shared_keys` they are the queries of both warpgroups
+        rest = later if const_expr(cfg.first_blocks) else None
 
         pipe_q.consumer_wait(state_q)  # TMA has filled Q and lse2 of this tile, before the first step K too
         self.issue(self.scores_mma(), s, k_frag, q_frag[None, None, None, state_q.index], False)
