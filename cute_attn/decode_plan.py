@@ -59,6 +59,7 @@ class Shares:
         least: tiles of a CTA at least, where balanced.
         slots: of the workspace, for parts of rows.
         together: neighbouring key heads that CTAs side by side take in step, where balanced.
+        grid: CTAs that are launched, 0: `ctas`. Those past `ctas` have work where units are done whole: one each.
     """
 
     ctas: int
@@ -66,6 +67,7 @@ class Shares:
     least: int
     slots: int
     together: int = 1
+    grid: int = 0
 
 
 def decode_config(
@@ -278,7 +280,8 @@ def pieces(plan: Shares, tiles: Sequence[int], units: int, m_blocks: int = 1) ->
     if plan.splits == 0 and whole(plan.ctas, tiles, units):
         for unit in range(len(tiles) * units):
             b = unit // units
-            found.append(Piece(unit % plan.ctas, b, unit - b * units, 0, tiles[b], -1))
+            cta = unit % (plan.grid or plan.ctas)
+            found.append(Piece(cta, b, unit - b * units, 0, tiles[b], -1))
         return found
     apart = 1 if plan.splits else plan.together
     total, own = sum(tiles) * units // apart, units // apart

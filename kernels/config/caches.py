@@ -36,6 +36,12 @@ class DecodeConfig:
     batch_idx: bool = False  # a sequence of the cache for each of q
     leftpad: bool = False  # sequences begin at a slot of their own
     arch: str = "sm_90a"
+    lean: bool = (
+        False  # addresses of copies go on from step to step, one comparison for both ends of the keys
+    )
+    chains: int = 1  # accumulators that the products Q K^T of a step alternate between
+    branch: bool = False  # the products O * rescale lie behind a branch
+    least_ctas: int = 0  # CTAs that an SM shall hold at least, by registers; 0: the assembler may take all
 
     @property
     def fp8(self) -> bool:
@@ -149,6 +155,9 @@ class DecodeConfig:
         mask = "_ends" if self.row_ends else ""
         mask += "".join(f"_{name}" for name in _DECODE_EXTRAS if getattr(self, name))
         tiles = f"m{'half' if self.half_tile else self.m_tiles}w{self.warps}s{self.stages}"
+        tiles += f"{'_lean' if self.lean else ''}{f'_c{self.chains}' if self.chains > 1 else ''}"
+        tiles += "_branch" if self.branch else ""
+        tiles += f"_o{self.least_ctas}" if self.least_ctas else ""
         arch = self.arch.replace("_", "").removesuffix("a")
         return f"decode_{arch}_{cache}_{dims_name(self.head_dim, self.head_dim_v)}{paging}{mask}_{tiles}"
 
@@ -175,6 +184,8 @@ class DecodeConfig:
             raise ValueError(
                 f"m_tiles * head_dim must be at most 256 for the registers, got {self.m_tiles} tiles"
             )
+        if self.lean and (self.paging != "none" or 32 % self.k_chunks or 32 % self.v_chunks):
+            raise ValueError("lean must be False with pages, or where lanes do not take whole rows")
         if self.stages < 2:
             raise ValueError(f"stages must be at least 2, got {self.stages}")
         if not 1 <= self.warps <= 16:

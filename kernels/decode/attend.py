@@ -91,6 +91,7 @@ class Decode:
         splits: Int32,  # of a unit; 0: balanced
         least: Int32,  # tiles of a CTA at least, where balanced
         together: Int32,  # neighbouring key heads that are taken in step
+        grid: Int32,  # CTAs to be launched: `ctas`, or more, which have work only where units are done whole
         stream,
     ):
         cfg = self.cfg
@@ -137,7 +138,13 @@ class Decode:
             softcap_factor,
             factor,
             right,
-        ).launch(grid=[ctas, 1, 1], block=[cfg.threads, 1, 1], stream=stream)
+        ).launch(
+            grid=[grid, 1, 1],
+            block=[cfg.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=cfg.least_ctas,
+            preferred_smem_carveout=100,
+        )
         if splits != 1:
             results = Results(out, lse, sinks, partial_ml, partial_o, factor)
             self.combine.launch(results, lengths, shares, k_cache.shape[2], stream)
@@ -174,6 +181,7 @@ class Decode:
             cute.arch.griddepcontrol_launch_dependents()
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
+        launched, _, _ = cute.arch.grid_dim()
         lane = tid % 32
         warp = cute.arch.make_warp_uniform(tid // 32)
         ctas, splits, least, together = shares
@@ -188,7 +196,7 @@ class Decode:
         base = smem.iterator.toint()
 
         # Tiles pos to end - 1 of the heads that are taken in step, the first of sequence b at `start`; or units pos,
-        # pos + ctas and so on below end.
+        # pos + launched and so on below end.
         b, start, pos, end = Int32(0), Int32(0), Int32(0), Int32(0)
         side, apart, whole = Int32(0), Int32(1), Int32(0)  # head among those in step, how many they are
         if splits == 0:
@@ -232,7 +240,7 @@ class Decode:
                     start = pos
                     b = b + 1
             else:
-                pos = pos + ctas
+                pos = pos + launched
                 b = pos // units
 
     @cute.jit
@@ -262,12 +270,17 @@ class Decode:
 
         # Each step is a group of copies, an empty one past the last: so step i is always group i.
         page = self.loads.page_of(cache, keys, key0, lane)
+        at = None
+        if const_expr(cfg.lean):
+            at = self.loads.cursor(cache, keys, key0, lane)
         for i in cutlass.range_constexpr(cfg.stages - 1):
             if i < piece.tiles:
                 key = key0 + i * cfg.tile_keys
-                self.loads.fetch(cache, keys, key, page, ring + i * cfg.stage_bytes, lane)
+                self.loads.fetch(cache, keys, key, page, ring + i * cfg.stage_bytes, lane, at)
                 page = self.loads.page_of(cache, keys, key + cfg.tile_keys, lane)
             cute.arch.cp_async_commit_group()
+            if const_expr(cfg.lean):
+                at = self.loads.next(at)
 
         q = self.queries.load(m_q, piece, base + cfg.warps * cfg.warp_bytes, lane)
         if const_expr(cfg.q_in_smem):
@@ -300,9 +313,11 @@ class Decode:
             cute.arch.sync_warp()
             if i + (cfg.stages - 1) < piece.tiles:
                 key = key0 + (i + (cfg.stages - 1)) * cfg.tile_keys
-                self.loads.fetch(cache, keys, key, page, ring + ahead, own)
+                self.loads.fetch(cache, keys, key, page, ring + ahead, own, at)
                 page = self.loads.page_of(cache, keys, key + cfg.tile_keys, own)
             cute.arch.cp_async_commit_group()
+            if const_expr(cfg.lean):
+                at = self.loads.next(at)
             place = ring + stage
             place_v = place + DECODE_KEYS * cfg.k_pitch
             if const_expr(cfg.token_scales):
