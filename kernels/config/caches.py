@@ -41,6 +41,9 @@ class DecodeConfig:
     )
     chains: int = 1  # accumulators that the products Q K^T of a step alternate between
     branch: bool = False  # the products O * rescale lie behind a branch
+    behind: bool = (
+        False  # the grid may come up under the end of the kernel before it, for which it waits; sm_90a
+    )
     least_ctas: int = 0  # CTAs that an SM shall hold at least, by registers; 0: the assembler may take all
 
     @property
@@ -157,6 +160,7 @@ class DecodeConfig:
         tiles = f"m{'half' if self.half_tile else self.m_tiles}w{self.warps}s{self.stages}"
         tiles += f"{'_lean' if self.lean else ''}{f'_c{self.chains}' if self.chains > 1 else ''}"
         tiles += "_branch" if self.branch else ""
+        tiles += "_behind" if self.behind else ""
         tiles += f"_o{self.least_ctas}" if self.least_ctas else ""
         arch = self.arch.replace("_", "").removesuffix("a")
         return f"decode_{arch}_{cache}_{dims_name(self.head_dim, self.head_dim_v)}{paging}{mask}_{tiles}"

@@ -144,6 +144,7 @@ class Decode:
             stream=stream,
             min_blocks_per_mp=cfg.least_ctas,
             preferred_smem_carveout=100,
+            use_pdl=cfg.behind,
         )
         if splits != 1:
             results = Results(out, lse, sinks, partial_ml, partial_o, factor)
@@ -175,6 +176,10 @@ class Decode:
     ):
         """What a CTA takes: piece after piece."""
         cfg = self.cfg
+        if const_expr(cfg.behind):
+            # For the end of the kernel before this one in the stream, of which anything that is read here may be the
+            # work, and which may still read what is written here. It has nothing to do for it but to end.
+            cute.arch.griddepcontrol_wait()
         if const_expr(self.pdl):
             # Once every CTA has said so or ended, CTAs of the combining grid may start where there is room. They wait
             # for the end of this grid before they read what it writes (combine.py). None is launched where splits == 1.
