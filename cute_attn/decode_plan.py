@@ -11,6 +11,10 @@ Where units in equal shares fill the SMs, there are no more CTAs than that (`eve
 up, and CTAs begin and end with units: each piece more of a CTA fills its ring anew. Units of one length, those of one
 sequence or of lengths that the host knows, have a fixed number of shares, for which neither kernel reads what other
 sequences have.
+
+Many short units of an e4m3 cache have CTAs of one or two warps, one for each unit (`narrow`). CTAs of four warps, two
+on an SM, begin and end their units in rounds, all at about the same time, when few bytes are on their way. Of eight
+narrow ones others go on meanwhile, and a unit of one warp has nothing to add up.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining 
 EVEN: Final = 15 / 16  # of the SMs, or of what they hold, that even shares leave busy at least
 LIGHT_CODES: Final = 256  # bytes of a key and its value in e4m3 from which one CTA on an SM is enough
 SHORT: Final = 8  # tiles of a CTA up to which one CTA on an SM is enough for every kernel
+NARROW_KEYS: Final = 4096  # of a unit, up to which its start and end are worth a CTA of fewer warps
 LINE: Final = 128  # bytes of a line of L2, which a copy of a part of it loads whole
 
 
@@ -120,6 +125,8 @@ def decode_config(
         leftpad=leftpad,
         arch=arch,
     )
+    if page_size is None and not (32 % config.k_chunks or 32 % config.v_chunks) and not config.crowded:
+        config = dataclasses.replace(config, lean=True, chains=2 if config.fp8 and head_dim >= 64 else 1)
     for warps, ctas, least in ((4, 2, LEAST_STAGES), (4, 1, LEAST_STAGES), (4, 1, 2), (2, 1, 2)):
         limit = min(SM80_ARCHS[arch].smem_bytes // ctas - _RESERVED, SMEM_LIMIT)
         for stages in range(MOST_STAGES, least - 1, -1):
@@ -133,6 +140,28 @@ def ctas_per_sm(config: DecodeConfig) -> int:
     """CTAs that an SM holds, if each thread has all registers that it can have."""
     by_registers = REGISTERS_PER_SM // (256 * config.threads)
     return max(1, min(by_registers, SM80_ARCHS[config.arch].smem_bytes // (config.smem_bytes + _RESERVED)))
+
+
+def narrow(config: DecodeConfig) -> DecodeConfig | None:
+    """The kernel for many short units in place of `config`; None where there is none."""
+    changed = config.row_ends or config.softcap or config.alibi
+    if config.arch != "sm_90a" or config.cache != "e4m3" or not config.lean or config.m_tiles > 1 or changed:
+        return None
+    columns = config.head_dim + config.head_dim_v
+    held = 8 if columns <= LIGHT_CODES else 4
+    for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
+        chosen = dataclasses.replace(
+            config, warps=2 if columns < LIGHT_CODES else 1, stages=stages, least_ctas=held
+        )
+        if held * (chosen.smem_bytes + _RESERVED) <= SM80_ARCHS[config.arch].smem_bytes:
+            return chosen
+    return None
+
+
+def kernels(config: DecodeConfig) -> list[DecodeConfig]:
+    """All that calls of a configuration may take, by their shapes."""
+    other = narrow(config)
+    return [config] if other is None else [config, other]
 
 
 def heads_in_step(config: DecodeConfig, heads_k: int) -> int:
@@ -193,6 +222,34 @@ def shares(
     return Shares(ctas, 0, LEAST_TILES, 2 * ctas, together)
 
 
+def chosen(
+    config: DecodeConfig,
+    batch: int,
+    heads_k: int,
+    rows: int,
+    capacity: int,
+    num_splits: int,
+    sms: int,
+    seen: tuple[int, int] | None = None,
+) -> tuple[DecodeConfig, Shares]:
+    """The kernel and how to share out its work; arguments as those of `shares`.
+
+    Narrow CTAs where a full cache has whole units for about all that the SMs hold of them; a few CTAs fewer than that
+    where all rounds so are full. If lengths on the device are too unlike for whole units, these CTAs share the work.
+    """
+    other = narrow(config)
+    if num_splits == 0 and other is not None and capacity <= NARROW_KEYS:
+        units = batch * heads_k * -(-rows // config.rows)
+        most = sms * other.least_ctas
+        if units >= EVEN * most:
+            if seen is not None:
+                return other, Shares(units, 1, 1, 0)
+            ctas = -(-units // -(-units // most))
+            together = heads_in_step(other, heads_k)
+            return other, Shares(ctas, 0, LEAST_TILES, 2 * ctas, together, units)
+    return config, shares(config, batch, heads_k, rows, capacity, num_splits, sms, seen)
+
+
 def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:
     """A sample of the kernels for ahead-of-use compilation and tests: the common ones, and those short of registers."""
     everything: dict[str, Any] = dict.fromkeys(("row_ends", "softcap", "alibi", "sinks", "leftpad"), True)
@@ -216,6 +273,9 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:
         decode_config(256, 256, "bf16", rows=16, row_ends=True, softcap=True, alibi=True, arch="sm_86"),
         decode_config(64, 64, "bf16", rows=8, arch="sm_89", **token),
     ]
+    for options in ({}, {"query": "e4m3"}, {"sinks": True, "leftpad": True, "batch_idx": True}):
+        for dim in (64, 128, 256):
+            attend += kernels(decode_config(dim, dim, "bf16", rows=16, **token, **options))[1:]
     append = [
         AppendConfig(128, 128, "bf16", paged=True),
         AppendConfig(40, 72, "fp16", batch_idx=True, rotary="interleaved", queries=True),

@@ -470,7 +470,8 @@ def test_every_tile_is_done_once_and_every_part_added_up() -> None:
             together, m_blocks = random.choice((1, 1, 2, 4)), random.randint(1, 3)
             units = together * m_blocks * random.randint(1, 3)
             ctas = max(ctas, together)
-            plan = Shares(ctas, 0, random.randint(1, 3), 2 * ctas, together)
+            grid = random.choice((0, ctas + random.randint(0, 40)))
+            plan = Shares(ctas, 0, random.randint(1, 3), 2 * ctas, together, grid)
         found = decode_plan.pieces(plan, tiles, units, m_blocks)
         done = {(p.batch, p.unit, i): p for p in found for i in range(p.tile, p.tile + p.count)}
         assert len(done) == sum(p.count for p in found) == sum(tiles) * units
@@ -564,6 +565,32 @@ def test_ctas_where_shares_are_even(
     config = decode_plan.decode_config(128, 128, "bf16", **{"rows": 8, **form})
     seen = (0, keys) if known else None
     assert decode_plan.shares(config, batch, heads_k, form.get("rows", 8), keys, 0, 132, seen) == expected
+
+
+@pytest.mark.parametrize(
+    ("dim", "batch", "heads_k", "keys", "known", "warps", "expected"),
+    [
+        (128, 128, 8, 1024, False, 1, Shares(1024, 0, 2, 2048, 1, 1024)),
+        (128, 128, 32, 1024, False, 1, Shares(1024, 0, 2, 2048, 1, 4096)),  # four full rounds
+        (128, 128, 32, 1024, True, 1, Shares(4096, 1, 1, 0)),
+        (256, 128, 8, 1024, False, 1, Shares(512, 0, 2, 1024, 1, 1024)),
+        (64, 128, 8, 1024, False, 2, Shares(1024, 0, 2, 2048, 2, 1024)),
+        (128, 16, 32, 1024, False, 4, Shares(264, 0, 2, 528)),  # half of what the SMs hold
+        (128, 128, 8, 8192, False, 4, Shares(264, 0, 2, 528)),  # long units
+        (96, 128, 8, 1024, False, 4, Shares(264, 0, 2, 528, 4)),
+    ],
+)
+def test_many_short_units_have_narrow_ctas(
+    dim: int, batch: int, heads_k: int, keys: int, known: bool, warps: int, expected: Shares
+) -> None:
+    config = decode_plan.decode_config(dim, dim, "bf16", rows=8, **OF_CODES)
+    seen = (0, keys) if known else None
+    kernel, plan = decode_plan.chosen(config, batch, heads_k, 8, keys, 0, 132, seen)
+    assert (kernel.warps, plan) == (warps, expected)
+    assert kernel in decode_plan.kernels(config)
+    if plan.splits == 0:
+        assert decode_plan.whole(plan.ctas, [-(-keys // kernel.tile_keys)] * batch, heads_k)
+    assert decode_plan.chosen(config, batch, heads_k, 8, keys, 2, 132)[0] == config
 
 
 def test_narrow_codes_want_all_ctas_that_an_sm_holds() -> None:
