@@ -145,10 +145,12 @@ def ctas_per_sm(config: DecodeConfig) -> int:
 def narrow(config: DecodeConfig) -> DecodeConfig | None:
     """The kernel for many short units in place of `config`; None where there is none."""
     changed = config.row_ends or config.softcap or config.alibi
-    # Of a whole tile of rows the registers of eight CTAs of two warps are too few at head_dim 64.
+    # For a whole tile of rows or an e4m3 Q the registers of eight CTAs of two warps are too few at head_dim 64.
     if config.arch != "sm_90a" or config.cache != "e4m3" or not (config.lean and config.half_tile) or changed:
         return None
     columns = config.head_dim + config.head_dim_v
+    if columns < LIGHT_CODES and config.query == "e4m3":
+        return None
     held = 8 if columns <= LIGHT_CODES else 4
     for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
         chosen = dataclasses.replace(
