@@ -326,7 +326,7 @@ def _decode_arguments(
         cutlass.Int32(1),
         cutlass.Float32(1.0),
         cutlass.Float32(1.0),
-        *(cutlass.Int32(1) for _ in range(8)),
+        *(cutlass.Int32(1) for _ in range(7)),
     ]
     return Decode(config), args
 

@@ -530,7 +530,6 @@ def launch_decode(
         shares.splits,
         shares.least,
         shares.together,
-        shares.grid or shares.ctas,
     )
     return out, lse
 

@@ -12,9 +12,10 @@ up, and CTAs begin and end with units: each piece more of a CTA fills its ring a
 sequence or of lengths that the host knows, have a fixed number of shares, for which neither kernel reads what other
 sequences have.
 
-Many short units of an e4m3 cache have CTAs of one or two warps, one for each unit (`narrow`). CTAs of four warps, two
-on an SM, begin and end their units in rounds, all at about the same time, when few bytes are on their way. Of eight
-narrow ones others go on meanwhile, and a unit of one warp has nothing to add up.
+Many short units of an e4m3 cache have a CTA each, whatever their lengths are, and no combining kernel (`chosen`): then
+nothing is added up, and no CTA reads the lengths of other sequences. Where they are not too many, these CTAs are of one
+warp (`narrow`). CTAs of four warps, two on an SM, begin and end their units at about the same time, when few bytes are
+on their way. Of eight narrow ones others go on meanwhile, and a unit of one warp has no parts of warps to add up.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining 
 EVEN: Final = 15 / 16  # of the SMs, or of what they hold, that even shares leave busy at least
 LIGHT_CODES: Final = 256  # bytes of a key and its value in e4m3 from which one CTA on an SM is enough
 SHORT: Final = 8  # tiles of a CTA up to which one CTA on an SM is enough for every kernel
-NARROW_KEYS: Final = 4096  # of a unit, up to which its start and end are worth a CTA of fewer warps
+WHOLE_KEYS: Final = 2048  # up to which a unit has a CTA, which one warp is busy with for about 70 us
+NARROW_ROUNDS: Final = (
+    2  # over the SMs; of more, starts and ends are spread in time with CTAs of four warps, too
+)
 LINE: Final = 128  # bytes of a line of L2, which a copy of a part of it loads whole
 
 
@@ -64,7 +68,6 @@ class Shares:
         least: tiles of a CTA at least, where balanced.
         slots: of the workspace, for parts of rows.
         together: neighbouring key heads that CTAs side by side take in step, where balanced.
-        grid: CTAs that are launched, 0: `ctas`. Those past `ctas` have work where units are done whole: one each.
     """
 
     ctas: int
@@ -72,7 +75,6 @@ class Shares:
     least: int
     slots: int
     together: int = 1
-    grid: int = 0
 
 
 def decode_config(
@@ -98,7 +100,8 @@ def decode_config(
     Half a tile of 16 rows, or as many tiles as there are, up to what O may take of the registers: 256 columns in all,
     or 128 where scales of tokens or pages, and changes of scores, want theirs; half a tile of the widest heads where
     rows have ends and both changes. The ring is as deep as shared memory allows for two CTAs on an SM, or, where that
-    is less than three stages, for one, at the worst of half the warps.
+    is less than three stages, for one, at the worst of half the warps. Narrow codes without pages have one CTA of twice
+    the warps: as many as of two, in half as many shares.
     """
     changed = row_ends and (softcap or alibi)
     wide = max(head_dim, head_dim_v)
@@ -125,9 +128,16 @@ def decode_config(
         leftpad=leftpad,
         arch=arch,
     )
-    if page_size is None and not (32 % config.k_chunks or 32 % config.v_chunks) and not config.crowded:
-        config = dataclasses.replace(config, lean=True, chains=2 if config.fp8 and head_dim >= 64 else 1)
-    for warps, ctas, least in ((4, 2, LEAST_STAGES), (4, 1, LEAST_STAGES), (4, 1, 2), (2, 1, 2)):
+    ways = [
+        (4, 2, LEAST_STAGES),
+        (4, 1, LEAST_STAGES),
+        (4, 1, 2),
+        (2, 1, 2),
+    ]  # warps, CTAs on an SM, stages at least
+    light = config.fp8 and head_dim + head_dim_v < LIGHT_CODES
+    if light and config.lean and m_tiles == 1 and arch == "sm_90a":
+        ways = [(8, 1, LEAST_STAGES), *ways]
+    for warps, ctas, least in ways:
         limit = min(SM80_ARCHS[arch].smem_bytes // ctas - _RESERVED, SMEM_LIMIT)
         for stages in range(MOST_STAGES, least - 1, -1):
             chosen = dataclasses.replace(config, warps=warps, stages=stages)
@@ -143,19 +153,19 @@ def ctas_per_sm(config: DecodeConfig) -> int:
 
 
 def narrow(config: DecodeConfig) -> DecodeConfig | None:
-    """The kernel for many short units in place of `config`; None where there is none."""
+    """The kernel of one warp for many short units, in place of `config`; None where there is none.
+
+    Eight CTAs on an SM have all its registers. With narrower codes a thread wants fewer, and the ring is for twelve.
+    """
     changed = config.row_ends or config.softcap or config.alibi
-    # For a whole tile of rows or an e4m3 Q the registers of eight CTAs of two warps are too few at head_dim 64.
-    if config.arch != "sm_90a" or config.cache != "e4m3" or not (config.lean and config.half_tile) or changed:
+    if config.arch != "sm_90a" or not config.fp8 or not (config.lean and config.half_tile) or changed:
         return None
     columns = config.head_dim + config.head_dim_v
-    if columns < LIGHT_CODES and config.query == "e4m3":
+    if columns > LIGHT_CODES:
         return None
-    held = 8 if columns <= LIGHT_CODES else 4
+    held = 12 if columns < LIGHT_CODES else 8
     for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
-        chosen = dataclasses.replace(
-            config, warps=2 if columns < LIGHT_CODES else 1, stages=stages, least_ctas=held
-        )
+        chosen = dataclasses.replace(config, warps=1, stages=stages)
         if held * (chosen.smem_bytes + _RESERVED) <= SM80_ARCHS[config.arch].smem_bytes:
             return chosen
     return None
@@ -237,20 +247,28 @@ def chosen(
 ) -> tuple[DecodeConfig, Shares]:
     """The kernel and how to share out its work; arguments as those of `shares`.
 
-    Narrow CTAs where a full cache has whole units for about all that the SMs hold of them; a few CTAs fewer than that
-    where all rounds so are full. If lengths on the device are too unlike for whole units, these CTAs share the work.
+    A CTA for each unit of an e4m3 cache without pages where sequences are short and the last round of CTAs over the
+    SMs is nearly full. It hangs on shapes alone: a graph may be replayed with other lengths.
     """
-    other = narrow(config)
-    if num_splits == 0 and other is not None and capacity <= NARROW_KEYS:
-        units = batch * heads_k * -(-rows // config.rows)
-        most = sms * other.least_ctas
-        if units >= EVEN * most:
-            if seen is not None:
+    units = batch * heads_k * -(-rows // config.rows)
+    keys = capacity if seen is None else seen[1] - seen[0]
+    if num_splits == 0 and config.fp8 and config.lean and config.arch == "sm_90a" and keys <= WHOLE_KEYS:
+        other = narrow(config)
+        light = config.head_dim + config.head_dim_v < LIGHT_CODES
+        if other is not None:
+            rounds = _full_rounds(other, units, sms)
+            if rounds and (light or rounds <= NARROW_ROUNDS):
                 return other, Shares(units, 1, 1, 0)
-            ctas = -(-units // -(-units // most))
-            together = heads_in_step(other, heads_k)
-            return other, Shares(ctas, 0, LEAST_TILES, 2 * ctas, together, units)
+        if not light and _full_rounds(config, units, sms):
+            return config, Shares(units, 1, 1, 0)
     return config, shares(config, batch, heads_k, rows, capacity, num_splits, sms, seen)
+
+
+def _full_rounds(config: DecodeConfig, units: int, sms: int) -> int:
+    """Rounds over the SMs of a CTA for each unit; 0 where these leave too many places empty."""
+    held = sms * ctas_per_sm(config)
+    rounds = -(-units // held)
+    return rounds if units >= EVEN * rounds * held else 0
 
 
 def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:
@@ -278,7 +296,7 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:
     ]
     for options in ({}, {"query": "e4m3"}, {"sinks": True, "leftpad": True, "batch_idx": True}):
         for dim in (64, 128, 256):
-            attend += kernels(decode_config(dim, dim, "bf16", rows=8, **token, **options))[1:]
+            attend += kernels(decode_config(dim, dim, "bf16", rows=8, **token, **options))
     append = [
         AppendConfig(128, 128, "bf16", paged=True),
         AppendConfig(40, 72, "fp16", batch_idx=True, rotary="interleaved", queries=True),
@@ -292,7 +310,7 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:
         UnpackConfig(128, 64, "bf16", **token, paged=True, query_scale=True, leftpad=True),
         UnpackConfig(128, 128, "bf16", copy=False, leftpad=True, batch_idx=True),
     ]
-    return [*attend, *append, *unpack]
+    return [*dict.fromkeys(attend), *append, *unpack]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -343,8 +361,7 @@ def pieces(plan: Shares, tiles: Sequence[int], units: int, m_blocks: int = 1) ->
     if plan.splits == 0 and whole(plan.ctas, tiles, units):
         for unit in range(len(tiles) * units):
             b = unit // units
-            cta = unit % (plan.grid or plan.ctas)
-            found.append(Piece(cta, b, unit - b * units, 0, tiles[b], -1))
+            found.append(Piece(unit % plan.ctas, b, unit - b * units, 0, tiles[b], -1))
         return found
     apart = 1 if plan.splits else plan.together
     total, own = sum(tiles) * units // apart, units // apart

@@ -36,15 +36,6 @@ class DecodeConfig:
     batch_idx: bool = False  # a sequence of the cache for each of q
     leftpad: bool = False  # sequences begin at a slot of their own
     arch: str = "sm_90a"
-    lean: bool = (
-        False  # addresses of copies go on from step to step, one comparison for both ends of the keys
-    )
-    chains: int = 1  # accumulators that the products Q K^T of a step alternate between
-    branch: bool = False  # the products O * rescale lie behind a branch
-    behind: bool = (
-        False  # the grid may come up under the end of the kernel before it, for which it waits; sm_90a
-    )
-    least_ctas: int = 0  # CTAs that an SM shall hold at least, by registers; 0: the assembler may take all
 
     @property
     def fp8(self) -> bool:
@@ -145,6 +136,19 @@ class DecodeConfig:
         return self.q_in_smem and bool(extras or uneven or (self.warps == 2 and self.paging != "none"))
 
     @property
+    def lean(self) -> bool:
+        """Whether a lane's addresses go on from step to step: it takes the same pieces of whole rows, and no page is
+        looked up. That wants a few registers more."""
+        even = 32 % self.k_chunks == 0 and 32 % self.v_chunks == 0
+        return even and self.paging == "none" and not self.crowded
+
+    @property
+    def chains(self) -> int:
+        """Accumulators that the products Q K^T of a step alternate between: a product waits for the one before it in
+        its own."""
+        return 2 if self.lean and self.fp8 and self.k_steps >= 4 else 1
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA: its warps', and Q, or 16 bytes into which an odd row's last load reaches."""
         q = 16 * self.m_tiles * 2 * (16 * self.k_steps) if self.q_in_smem else 16
@@ -158,10 +162,6 @@ class DecodeConfig:
         mask = "_ends" if self.row_ends else ""
         mask += "".join(f"_{name}" for name in _DECODE_EXTRAS if getattr(self, name))
         tiles = f"m{'half' if self.half_tile else self.m_tiles}w{self.warps}s{self.stages}"
-        tiles += f"{'_lean' if self.lean else ''}{f'_c{self.chains}' if self.chains > 1 else ''}"
-        tiles += "_branch" if self.branch else ""
-        tiles += "_behind" if self.behind else ""
-        tiles += f"_o{self.least_ctas}" if self.least_ctas else ""
         arch = self.arch.replace("_", "").removesuffix("a")
         return f"decode_{arch}_{cache}_{dims_name(self.head_dim, self.head_dim_v)}{paging}{mask}_{tiles}"
 
@@ -188,8 +188,6 @@ class DecodeConfig:
             raise ValueError(
                 f"m_tiles * head_dim must be at most 256 for the registers, got {self.m_tiles} tiles"
             )
-        if self.lean and (self.paging != "none" or 32 % self.k_chunks or 32 % self.v_chunks):
-            raise ValueError("lean must be False with pages, or where lanes do not take whole rows")
         if self.stages < 2:
             raise ValueError(f"stages must be at least 2, got {self.stages}")
         if not 1 <= self.warps <= 16:

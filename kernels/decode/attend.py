@@ -91,7 +91,6 @@ class Decode:
         splits: Int32,  # of a unit; 0: balanced
         least: Int32,  # tiles of a CTA at least, where balanced
         together: Int32,  # neighbouring key heads that are taken in step
-        grid: Int32,  # CTAs to be launched: `ctas`, or more, which have work only where units are done whole
         stream,
     ):
         cfg = self.cfg
@@ -139,12 +138,10 @@ class Decode:
             factor,
             right,
         ).launch(
-            grid=[grid, 1, 1],
+            grid=[ctas, 1, 1],
             block=[cfg.threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=cfg.least_ctas,
-            preferred_smem_carveout=100,
-            use_pdl=cfg.behind,
+            preferred_smem_carveout=100,  # per cent: an SM shall hold as many CTAs as decode_plan.py counts
         )
         if splits != 1:
             results = Results(out, lse, sinks, partial_ml, partial_o, factor)
@@ -176,17 +173,12 @@ class Decode:
     ):
         """What a CTA takes: piece after piece."""
         cfg = self.cfg
-        if const_expr(cfg.behind):
-            # For the end of the kernel before this one in the stream, of which anything that is read here may be the
-            # work, and which may still read what is written here. It has nothing to do for it but to end.
-            cute.arch.griddepcontrol_wait()
         if const_expr(self.pdl):
             # Once every CTA has said so or ended, CTAs of the combining grid may start where there is room. They wait
             # for the end of this grid before they read what it writes (combine.py). None is launched where splits == 1.
             cute.arch.griddepcontrol_launch_dependents()
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        launched, _, _ = cute.arch.grid_dim()
         lane = tid % 32
         warp = cute.arch.make_warp_uniform(tid // 32)
         ctas, splits, least, together = shares
@@ -201,7 +193,7 @@ class Decode:
         base = smem.iterator.toint()
 
         # Tiles pos to end - 1 of the heads that are taken in step, the first of sequence b at `start`; or units pos,
-        # pos + launched and so on below end.
+        # pos + ctas and so on below end.
         b, start, pos, end = Int32(0), Int32(0), Int32(0), Int32(0)
         side, apart, whole = Int32(0), Int32(1), Int32(0)  # head among those in step, how many they are
         if splits == 0:
@@ -245,7 +237,7 @@ class Decode:
                     start = pos
                     b = b + 1
             else:
-                pos = pos + launched
+                pos = pos + ctas
                 b = pos // units
 
     @cute.jit

@@ -170,10 +170,6 @@ class Combine(AddUp):
         heads_k: Int32,
     ):
         cfg = self.cfg
-        if const_expr(cfg.behind):
-            # Once every CTA has said so, those of the next call may take their places, where they wait for the end of
-            # this grid. No CTA of this grid can lack room for them: all have begun.
-            cute.arch.griddepcontrol_launch_dependents()
         results = Results(m_out, m_lse, m_sinks, m_ml, m_o, factor)
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()

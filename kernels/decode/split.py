@@ -8,10 +8,8 @@ all units are numbered in a row: those of a unit are neighbours, so are the unit
 *pieces*: the end of one unit, whole units, the start of another one. *Fixed* (splits > 0): CTA i takes share
 i % splits of unit i // splits.
 
-*Whole*: where rounds of whole units, one for each of `ctas` CTAs at a time, last no longer than an equal share and a
-sixteenth, balanced work is done in these, for then there is nothing to combine. CTA i takes unit i, i + launched and so
-on: where more than `ctas` are launched, those past them have work only here, each one unit that begins when an SM has
-room.
+*Whole*: where rounds of whole units, CTA i with unit i, i + ctas and so on, last no longer than an equal share and a
+sixteenth, balanced work is done in these, for then there is nothing to combine.
 
 *Together*: `together` neighbouring key heads, whose rows share lines of 128 bytes, are taken in step, each by a CTA of
 its own: CTA `together` * i + j takes share i of the tiles of one head in so many, for head j of each such group. What

@@ -26,7 +26,6 @@ from ..common.warp import (
     load_matrices_transposed,
     multiply_add,
     quad_max,
-    turns_if_any,
 )
 from ..config import DecodeConfig
 from .loads import Keys, inside
@@ -247,15 +246,6 @@ class Step:
                         p[2 * h + e, j, mt] = p[2 * h + e, j, mt] * (v_scale[e, j] * inverse)
 
     @cute.jit
-    def rescale_o(self, state: State):
-        """O <- O * rescale."""
-        cfg = self.cfg
-        for mt in cutlass.range_constexpr(cfg.m_tiles):
-            for n in cutlass.range_constexpr(cfg.n_tiles):
-                for i in cutlass.range_constexpr(2 * cfg.halves):  # a half that is left out stays 0
-                    state.o[i, n, mt] = state.o[i, n, mt] * state.rescale[i // 2, mt]
-
-    @cute.jit
     def accumulate(self, p: cute.Tensor, state: State, stage_v: Int32, lane: Int32):
         """O <- O * rescale + P V. O stays where no row of the warp has a factor but 1.
 
@@ -267,11 +257,11 @@ class Step:
         for mt in cutlass.range_constexpr(cfg.m_tiles):
             for h in cutlass.range_constexpr(cfg.halves):
                 moved = moved | (rescale[h, mt] != Float32(1.0))
-        if const_expr(cfg.branch):
-            for _ in cutlass.range(turns_if_any(moved), unroll=1):
-                self.rescale_o(state)
-        elif cute.arch.vote_any_sync(moved):
-            self.rescale_o(state)
+        if cute.arch.vote_any_sync(moved):
+            for mt in cutlass.range_constexpr(cfg.m_tiles):
+                for n in cutlass.range_constexpr(cfg.n_tiles):
+                    for i in cutlass.range_constexpr(2 * cfg.halves):  # a half that is left out stays 0
+                        o[i, n, mt] = o[i, n, mt] * rescale[i // 2, mt]
         pair = bf16_pair if const_expr(self.product == "bf16") else fp16_pair
         words = cute.make_rmem_tensor((4, cfg.m_tiles), Uint32)
         words.fill(0)
