@@ -22,7 +22,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import itertools
-import math
 import multiprocessing
 import os
 import re
@@ -571,7 +570,7 @@ def _chosen(
             key = (head_dim, head_dim_v, recipe.qk_dtype, mask == "causal", rounding)
             window = mask == "window"
             options: dict[str, Any] = dict.fromkeys(chosen, True)
-            for seqlen_k in (tiles.SHORT_KEYS, math.inf):
+            for seqlen_k in tiles.LENGTHS:
                 clusters = (1,) if window else (1, tiles.find_tile(*key, seqlen_k).cluster)
                 for cluster in clusters:
                     config = tiles.forward_config(

@@ -79,6 +79,12 @@ class Tile:
 SHORT_KEYS: Final = 1024
 """Keys of a sequence up to which some 8-bit kernels take other tiles (perf/log.md, runs 13 and 18)."""
 
+LONG_KEYS: Final = 4096
+"""Keys of a causal sequence from which on three consumer warpgroups gain more than their rows waste on the diagonal."""
+
+LENGTHS: Final = (SHORT_KEYS, LONG_KEYS, math.inf)
+"""Keys of a sequence up to which tiles are chosen."""
+
 _SMALL_FULL: Final = (
     "up to head_dim 64 the chain of product, softmax and product is long beside the tensor core's work: "
     "a third consumer warpgroup fills the gaps, and 128 keys a step keep the scores within the 160 registers "
@@ -173,6 +179,30 @@ TILES: Final = (
         kv_stages=4,
         qk_splits=2,
         why=f"{_SHORT_CAUSAL}; {_HALVES}",
+    ),
+    Tile(
+        head_dim=64,
+        head_dim_v=64,
+        causals=(True,),
+        p_roundings=("half",),
+        windows=(False,),
+        seqlen_k=LONG_KEYS,
+        tile_n=256,
+        qk_splits=2,
+        why=f"up to {LONG_KEYS} keys {_SMALL_CAUSAL}; {_HALVES}",
+    ),
+    Tile(
+        head_dim=64,
+        head_dim_v=64,
+        causals=(True,),
+        p_roundings=("half",),
+        windows=(False,),
+        tile_m=192,
+        tile_n=256,
+        qk_splits=2,
+        consumer_regs=160,
+        producer_regs=32,
+        why=f"{_HALF_FULL}; of more than {LONG_KEYS} keys few are on the diagonal; {_HALVES}",
     ),
     Tile(
         head_dim=64,
@@ -433,6 +463,7 @@ def all_forward_configs() -> list[FwdConfig]:
         forward_config(d, d, qk_dtype, True, by_code[qk_dtype], "bf16", seqlen_k=SHORT_KEYS)
         for d, qk_dtype in zip(TUNED_HEAD_DIMS, QK_DTYPES, strict=False)
     ]
+    configs.append(forward_config(64, 64, "e4m3", True, "half", "bf16", seqlen_k=LONG_KEYS))
     features = ("window", "softcap", "alibi", "sinks")
     every = dict.fromkeys(features, True)
     for turn, feature in enumerate(features):
@@ -485,9 +516,8 @@ def tile_table(head_dims: Iterable[tuple[int, int]]) -> list[dict[str, object]]:
     """What serves each (head_dim, head_dim_v), one flat dict for each mask, operand type and rounding of P,
     with what it costs: for printing and for tests."""
     rows: list[dict[str, object]] = []
-    lengths = (SHORT_KEYS, math.inf)
     for (head_dim, head_dim_v), qk_dtype, causal in itertools.product(head_dims, QK_DTYPES, (False, True)):
-        for p_rounding, seqlen_k in itertools.product(P_ROUNDINGS_OF[qk_dtype], lengths):
+        for p_rounding, seqlen_k in itertools.product(P_ROUNDINGS_OF[qk_dtype], LENGTHS):
             key = (head_dim, head_dim_v, qk_dtype, causal, p_rounding)
             tile = find_tile(*key, seqlen_k)
             if seqlen_k != tile.seqlen_k:  # the row for all lengths serves here, too

@@ -93,12 +93,18 @@ def test_print_the_tile_table() -> None:
     assert sum(row["seqlen_k"] == math.inf for row in rows) == 16 * len(KEYS)
     short = {(row["head_dim"], row["head_dim_v"]) for row in rows if row["seqlen_k"] == tiles.SHORT_KEYS}
     assert short == {(d, d) for d in HEAD_DIMS if d <= 128}
+    long = {
+        (row["head_dim"], row["p_rounding"], row["causal"])
+        for row in rows
+        if row["seqlen_k"] == tiles.LONG_KEYS
+    }
+    assert long == {(d, "half", True) for d in HEAD_DIMS if d <= 64}
 
 
 def test_every_pair_of_head_dims_has_a_kernel_that_can_be_built() -> None:
     """The first row that is wide enough serves, and no row is in vain."""
     used: dict[tiles.Tile, int] = {}
-    lengths = (1, 1024, 1025, math.inf)
+    lengths = (1, 1024, 1025, 4096, math.inf)
     for (head_dim, head_dim_v), key, window, seqlen_k in itertools.product(
         PAIRS, KEYS, (False, True), lengths
     ):
