@@ -252,7 +252,8 @@ def chosen(
     """
     units = batch * heads_k * -(-rows // config.rows)
     keys = capacity if seen is None else seen[1] - seen[0]
-    if num_splits == 0 and config.fp8 and config.lean and config.arch == "sm_90a" and keys <= WHOLE_KEYS:
+    codes = config.fp8 and config.paging == "none" and config.arch == "sm_90a"
+    if codes and num_splits == 0 and keys <= WHOLE_KEYS:
         other = narrow(config)
         light = config.head_dim + config.head_dim_v < LIGHT_CODES
         if other is not None:

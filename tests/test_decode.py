@@ -470,8 +470,7 @@ def test_every_tile_is_done_once_and_every_part_added_up() -> None:
             together, m_blocks = random.choice((1, 1, 2, 4)), random.randint(1, 3)
             units = together * m_blocks * random.randint(1, 3)
             ctas = max(ctas, together)
-            grid = random.choice((0, ctas + random.randint(0, 40)))
-            plan = Shares(ctas, 0, random.randint(1, 3), 2 * ctas, together, grid)
+            plan = Shares(ctas, 0, random.randint(1, 3), 2 * ctas, together)
         found = decode_plan.pieces(plan, tiles, units, m_blocks)
         done = {(p.batch, p.unit, i): p for p in found for i in range(p.tile, p.tile + p.count)}
         assert len(done) == sum(p.count for p in found) == sum(tiles) * units
@@ -568,36 +567,68 @@ def test_ctas_where_shares_are_even(
 
 
 @pytest.mark.parametrize(
-    ("dim", "batch", "heads_k", "keys", "known", "warps", "expected"),
+    ("dim", "batch", "heads_k", "keys", "form", "warps", "units"),  # units: 0 where work is in shares
     [
-        (128, 128, 8, 1024, False, 1, Shares(1024, 0, 2, 2048, 1, 1024)),
-        (128, 128, 32, 1024, False, 1, Shares(1024, 0, 2, 2048, 1, 4096)),  # four full rounds
-        (128, 128, 32, 1024, True, 1, Shares(4096, 1, 1, 0)),
-        (256, 128, 8, 1024, False, 1, Shares(512, 0, 2, 1024, 1, 1024)),
-        (64, 128, 8, 1024, False, 2, Shares(1024, 0, 2, 2048, 2, 1024)),
-        (128, 16, 32, 1024, False, 4, Shares(264, 0, 2, 528)),  # half of what the SMs hold
-        (128, 128, 8, 8192, False, 4, Shares(264, 0, 2, 528)),  # long units
-        (96, 128, 8, 1024, False, 4, Shares(264, 0, 2, 528, 4)),
+        (128, 128, 8, 1024, {}, 1, 1024),
+        (128, 128, 8, 2048, {}, 1, 1024),
+        (128, 128, 8, 2049, {}, 4, 0),  # long units
+        (128, 256, 8, 1024, {}, 1, 2048),
+        (128, 128, 32, 1024, {}, 4, 4096),  # four rounds of narrow CTAs
+        (128, 16, 32, 1024, {}, 4, 512),  # half of what the SMs hold, but two rounds of CTAs of four warps
+        (128, 150, 8, 1024, {}, 4, 0),  # the second round nearly empty
+        (128, 16, 8, 1024, {}, 4, 0),
+        (256, 128, 8, 1024, {}, 4, 1024),
+        (64, 128, 8, 1024, {}, 1, 1024),
+        (64, 128, 32, 1024, {}, 1, 4096),
+        (64, 16, 8, 1024, {}, 8, 0),
+        (128, 128, 8, 1024, {"query": "e4m3", "sinks": True, "leftpad": True, "batch_idx": True}, 1, 1024),
+        (128, 128, 8, 1024, {"softcap": True}, 4, 1024),
+        (64, 128, 8, 1024, {"softcap": True}, 8, 0),
+        (128, 128, 8, 1024, {"page_size": 64}, 4, 0),
+        (128, 128, 8, 1024, {"arch": "sm_89"}, 4, 0),
+        (128, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 4, 0),
+        (96, 128, 8, 1024, {}, 4, 0),  # lanes do not take whole rows
+        (192, 128, 8, 1024, {}, 4, 1024),
     ],
 )
-def test_many_short_units_have_narrow_ctas(
-    dim: int, batch: int, heads_k: int, keys: int, known: bool, warps: int, expected: Shares
+@pytest.mark.parametrize("known", [False, True])
+def test_many_short_units_have_a_cta_each(
+    dim: int, batch: int, heads_k: int, keys: int, form: dict[str, Any], warps: int, units: int, known: bool
 ) -> None:
-    config = decode_plan.decode_config(dim, dim, "bf16", rows=8, **OF_CODES)
-    seen = (0, keys) if known else None
-    kernel, plan = decode_plan.chosen(config, batch, heads_k, 8, keys, 0, 132, seen)
-    assert (kernel.warps, plan) == (warps, expected)
-    assert kernel in decode_plan.kernels(config)
-    if plan.splits == 0:
-        assert decode_plan.whole(plan.ctas, [-(-keys // kernel.tile_keys)] * batch, heads_k)
+    config = decode_plan.decode_config(dim, dim, "bf16", **{"rows": 8, **OF_CODES, **form})
+    seen = (capacity := 100000, capacity + keys) if known else None
+    shape = (batch, heads_k, 8, keys if seen is None else 2 * capacity, 0, 132, seen)
+    kernel, plan = decode_plan.chosen(config, *shape)
+    assert kernel.warps == warps and kernel in decode_plan.kernels(config)
+    if units:
+        assert plan == Shares(units, 1, 1, 0)  # no combining kernel, whatever the lengths are
+    else:
+        assert (kernel, plan) == (config, decode_plan.shares(config, *shape))
     assert decode_plan.chosen(config, batch, heads_k, 8, keys, 2, 132)[0] == config
 
 
 def test_narrow_codes_want_all_ctas_that_an_sm_holds() -> None:
-    config = decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES)
+    config = decode_plan.decode_config(64, 64, "bf16", rows=8, page_size=16, **OF_CODES)
     assert decode_plan.ctas_per_sm(config) == 2
     for tiles, splits in ((8 * 16, 16), (8 * 17, 33)):  # of one unit in eight; short, and not
         assert decode_plan.even_splits(config, 8, tiles, 132) == splits
+
+
+def test_narrow_codes_without_pages_have_one_cta_of_all_warps() -> None:
+    for form, warps in (
+        ({"rows": 1}, 8),
+        ({"rows": 16, "softcap": True}, 8),
+        ({"rows": 32}, 4),
+        ({"page_size": 16}, 4),
+        ({"arch": "sm_89"}, 4),
+    ):
+        config = decode_plan.decode_config(64, 64, "bf16", **{**OF_CODES, **form})
+        assert config.warps == warps
+    config = decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES)
+    assert decode_plan.ctas_per_sm(config) == 1
+    assert decode_plan.shares(config, 16, 8, 8, 8192, 0, 132) == Shares(128, 0, 2, 256, 2)
+    other = decode_plan.narrow(config)
+    assert other is not None and other.warps == 1 and 12 * (other.smem_bytes + 1024) <= 228 << 10
 
 
 def test_even_shares_are_even() -> None:
