@@ -135,7 +135,7 @@ def decode_config(
         (2, 1, 2),
     ]  # warps, CTAs on an SM, stages at least
     light = config.fp8 and head_dim + head_dim_v < LIGHT_CODES
-    if light and config.lean and m_tiles == 1 and arch == "sm_90a":
+    if light and config.lean and arch == "sm_90a":
         ways = [(8, 1, LEAST_STAGES), *ways]
     for warps, ctas, least in ways:
         limit = min(SM80_ARCHS[arch].smem_bytes // ctas - _RESERVED, SMEM_LIMIT)
@@ -155,7 +155,8 @@ def ctas_per_sm(config: DecodeConfig) -> int:
 def narrow(config: DecodeConfig) -> DecodeConfig | None:
     """The kernel of one warp for many short units, in place of `config`; None where there is none.
 
-    Eight CTAs on an SM have all its registers. With narrower codes a thread wants fewer, and the ring is for twelve.
+    Eight CTAs on an SM have all its registers. With half as many columns a thread wants fewer, and the ring is for
+    twelve.
     """
     changed = config.row_ends or config.softcap or config.alibi
     if config.arch != "sm_90a" or not config.fp8 or not (config.lean and config.half_tile) or changed:
@@ -163,7 +164,7 @@ def narrow(config: DecodeConfig) -> DecodeConfig | None:
     columns = config.head_dim + config.head_dim_v
     if columns > LIGHT_CODES:
         return None
-    held = 12 if columns < LIGHT_CODES else 8
+    held = 12 if columns <= LIGHT_CODES // 2 else 8
     for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
         chosen = dataclasses.replace(config, warps=1, stages=stages)
         if held * (chosen.smem_bytes + _RESERVED) <= SM80_ARCHS[config.arch].smem_bytes:

@@ -138,9 +138,9 @@ class DecodeConfig:
     @property
     def lean(self) -> bool:
         """Whether a lane's addresses go on from step to step: it takes the same pieces of whole rows, and no page is
-        looked up. That wants a few registers more."""
+        looked up. That wants a few registers more, which several tiles of rows do not leave."""
         even = 32 % self.k_chunks == 0 and 32 % self.v_chunks == 0
-        return even and self.paging == "none" and not self.crowded
+        return even and self.paging == "none" and self.m_tiles == 1 and not self.crowded
 
     @property
     def chains(self) -> int:
