@@ -11,8 +11,8 @@ moves a score by hundredths of a code, and so one key in a hundred to the next c
 largest error of a few rows is no bound for that of the same rows elsewhere; what a row's own weights allow is. The rms
 error of many rows is nearly that of the emulator, that of a few rows is not.
 
-Scores of e4m3 operands are sums in float16, times units in float16 (not with softcap or ALiBi): each is rounded by 2^-11
-of itself, and lse, which is near the largest score of a row, by as much of its own size.
+Scores of e4m3 operands are sums in float16, times units in float16, but for softcap and ALiBi: each is rounded by
+2^-11 of itself, and lse, which is near the largest score of a row, by as much of its own size.
 """
 
 from __future__ import annotations
