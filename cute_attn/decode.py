@@ -481,7 +481,7 @@ def launch_decode(
     """Run the compiled kernels of `config`; arguments as those of `flash_attn_with_kvcache`, checked.
 
     Args:
-        shares: from `decode_plan.shares`.
+        config: with `shares`, from `decode_plan.chosen`.
         alibi_slopes: (batch, heads_q).
         window: (left, right), -1 without an end.
         seqlen_new: keys of each sequence behind those that `seqlens` counts.

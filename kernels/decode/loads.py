@@ -79,7 +79,11 @@ class Loads:
 
     @cute.jit
     def fetch(self, cache: Cache, keys: Keys, key0: Int32, page: Int32, stage: Int32, lane: Int32, at=None):
-        """Starts the copies of a step into the stage at shared address `stage`: K, V, scales. page: of `page_of`."""
+        """Starts the copies of a step into the stage at shared address `stage`: K, V, scales.
+
+        page  of `page_of`
+        at    the step's place, from `cursor` and `next`; with `lean`
+        """
         cfg = self.cfg
         stage_v = stage + DECODE_KEYS * cfg.k_pitch
         if const_expr(cfg.lean):
