@@ -22,7 +22,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import itertools
-import math
 import multiprocessing
 import os
 import re
@@ -567,10 +566,11 @@ def _chosen(
         recipe = PRESETS[name]
         configs[tiles.quantize_config(recipe, head_dim, head_dim_v, dtype)] = None
         for mask, chosen, group in itertools.product(masks, features, groups):
-            key = (head_dim, head_dim_v, recipe.qk_dtype, mask == "causal", recipe.p_rounding)
+            rounding = tiles.rounding_of(recipe, bool({"softcap", "alibi"} & chosen))
+            key = (head_dim, head_dim_v, recipe.qk_dtype, mask == "causal", rounding)
             window = mask == "window"
             options: dict[str, Any] = dict.fromkeys(chosen, True)
-            for seqlen_k in (tiles.SHORT_KEYS, math.inf):
+            for seqlen_k in tiles.LENGTHS:
                 clusters = (1,) if window else (1, tiles.find_tile(*key, seqlen_k).cluster)
                 for cluster in clusters:
                     config = tiles.forward_config(
@@ -636,7 +636,7 @@ def _chosen_decode(
         for chosen, group in itertools.product(features, groups):
             given = options | dict.fromkeys(chosen, True)
             config = decode_plan.decode_config(head_dim, head_dim_v, dtype, rows=group, arch=arch, **given)
-            configs[config] = None
+            configs |= dict.fromkeys(decode_plan.kernels(config))
         codes = {name: x for name, x in options.items() if name != "page_size"}
         append = AppendConfig(head_dim, head_dim_v, dtype, **codes, paged="page_size" in options, arch=arch)
         configs[append] = None

@@ -426,8 +426,9 @@ def _plan(
         end = min(count + (0 if k is None else k.shape[1]), capacity)
         seen = (max(end - seqlen_q - left, 0) if left >= 0 else 0, end)
     sms = _sms(q.device)
-    shares = decode_plan.shares(attend, batch, heads_k, rows, capacity, num_splits, sms, seen)
-    plan = dataclasses.replace(plan, config=attend, shares=shares)
+    shape = (batch, heads_k, rows, capacity, num_splits, sms, seen)
+    taken_by, shares = decode_plan.chosen(attend, *shape)
+    plan = dataclasses.replace(plan, config=taken_by, shares=shares)
     if arch != "sm_90a":
         return dataclasses.replace(plan, reasons=(f"many queries have no other kernel for {arch}",))
     if num_splits:
@@ -480,7 +481,7 @@ def launch_decode(
     """Run the compiled kernels of `config`; arguments as those of `flash_attn_with_kvcache`, checked.
 
     Args:
-        shares: from `decode_plan.shares`.
+        config: with `shares`, from `decode_plan.chosen`.
         alibi_slopes: (batch, heads_q).
         window: (left, right), -1 without an end.
         seqlen_new: keys of each sequence behind those that `seqlens` counts.

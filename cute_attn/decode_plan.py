@@ -11,6 +11,11 @@ Where units in equal shares fill the SMs, there are no more CTAs than that (`eve
 up, and CTAs begin and end with units: each piece more of a CTA fills its ring anew. Units of one length, those of one
 sequence or of lengths that the host knows, have a fixed number of shares, for which neither kernel reads what other
 sequences have.
+
+Many short units of an e4m3 cache have a CTA each, whatever their lengths are, and no combining kernel (`chosen`): then
+nothing is added up, and no CTA reads the lengths of other sequences. Where they are not too many, these CTAs are of one
+warp (`narrow`). CTAs of four warps, two on an SM, begin and end their units at about the same time, when few bytes are
+on their way. Of eight narrow ones others go on meanwhile, and a unit of one warp has no parts of warps to add up.
 """
 
 from __future__ import annotations
@@ -37,6 +42,10 @@ LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining 
 EVEN: Final = 15 / 16  # of the SMs, or of what they hold, that even shares leave busy at least
 LIGHT_CODES: Final = 256  # bytes of a key and its value in e4m3 from which one CTA on an SM is enough
 SHORT: Final = 8  # tiles of a CTA up to which one CTA on an SM is enough for every kernel
+WHOLE_KEYS: Final = 2048  # up to which a unit has a CTA, which one warp is busy with for about 70 us
+NARROW_ROUNDS: Final = (
+    2  # over the SMs; of more, starts and ends are spread in time with CTAs of four warps, too
+)
 LINE: Final = 128  # bytes of a line of L2, which a copy of a part of it loads whole
 
 
@@ -91,7 +100,8 @@ def decode_config(
     Half a tile of 16 rows, or as many tiles as there are, up to what O may take of the registers: 256 columns in all,
     or 128 where scales of tokens or pages, and changes of scores, want theirs; half a tile of the widest heads where
     rows have ends and both changes. The ring is as deep as shared memory allows for two CTAs on an SM, or, where that
-    is less than three stages, for one, at the worst of half the warps.
+    is less than three stages, for one, at the worst of half the warps. Narrow codes without pages have one CTA of twice
+    the warps: as many as of two, in half as many shares.
     """
     changed = row_ends and (softcap or alibi)
     wide = max(head_dim, head_dim_v)
@@ -118,7 +128,16 @@ def decode_config(
         leftpad=leftpad,
         arch=arch,
     )
-    for warps, ctas, least in ((4, 2, LEAST_STAGES), (4, 1, LEAST_STAGES), (4, 1, 2), (2, 1, 2)):
+    ways = [
+        (4, 2, LEAST_STAGES),
+        (4, 1, LEAST_STAGES),
+        (4, 1, 2),
+        (2, 1, 2),
+    ]  # warps, CTAs on an SM, stages at least
+    light = config.fp8 and head_dim + head_dim_v < LIGHT_CODES
+    if light and config.lean and arch == "sm_90a":
+        ways = [(8, 1, LEAST_STAGES), *ways]
+    for warps, ctas, least in ways:
         limit = min(SM80_ARCHS[arch].smem_bytes // ctas - _RESERVED, SMEM_LIMIT)
         for stages in range(MOST_STAGES, least - 1, -1):
             chosen = dataclasses.replace(config, warps=warps, stages=stages)
@@ -131,6 +150,32 @@ def ctas_per_sm(config: DecodeConfig) -> int:
     """CTAs that an SM holds, if each thread has all registers that it can have."""
     by_registers = REGISTERS_PER_SM // (256 * config.threads)
     return max(1, min(by_registers, SM80_ARCHS[config.arch].smem_bytes // (config.smem_bytes + _RESERVED)))
+
+
+def narrow(config: DecodeConfig) -> DecodeConfig | None:
+    """The kernel of one warp for many short units, in place of `config`; None where there is none.
+
+    Eight CTAs on an SM have all its registers. With half as many columns a thread wants fewer, and the ring is for
+    twelve.
+    """
+    changed = config.row_ends or config.softcap or config.alibi
+    if config.arch != "sm_90a" or not config.fp8 or not (config.lean and config.half_tile) or changed:
+        return None
+    columns = config.head_dim + config.head_dim_v
+    if columns > LIGHT_CODES:
+        return None
+    held = 12 if columns <= LIGHT_CODES // 2 else 8
+    for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
+        chosen = dataclasses.replace(config, warps=1, stages=stages)
+        if held * (chosen.smem_bytes + _RESERVED) <= SM80_ARCHS[config.arch].smem_bytes:
+            return chosen
+    return None
+
+
+def kernels(config: DecodeConfig) -> list[DecodeConfig]:
+    """All that calls of a configuration may take, by their shapes."""
+    other = narrow(config)
+    return [config] if other is None else [config, other]
 
 
 def heads_in_step(config: DecodeConfig, heads_k: int) -> int:
@@ -191,6 +236,43 @@ def shares(
     return Shares(ctas, 0, LEAST_TILES, 2 * ctas, together)
 
 
+def chosen(
+    config: DecodeConfig,
+    batch: int,
+    heads_k: int,
+    rows: int,
+    capacity: int,
+    num_splits: int,
+    sms: int,
+    seen: tuple[int, int] | None = None,
+) -> tuple[DecodeConfig, Shares]:
+    """The kernel and how to share out its work; arguments as those of `shares`.
+
+    A CTA for each unit of an e4m3 cache without pages where sequences are short and the last round of CTAs over the
+    SMs is nearly full. It hangs on shapes alone: a graph may be replayed with other lengths.
+    """
+    units = batch * heads_k * -(-rows // config.rows)
+    keys = capacity if seen is None else seen[1] - seen[0]
+    codes = config.fp8 and config.paging == "none" and config.arch == "sm_90a"
+    if codes and num_splits == 0 and keys <= WHOLE_KEYS:
+        other = narrow(config)
+        light = config.head_dim + config.head_dim_v < LIGHT_CODES
+        if other is not None:
+            rounds = _full_rounds(other, units, sms)
+            if rounds and (light or rounds <= NARROW_ROUNDS):
+                return other, Shares(units, 1, 1, 0)
+        if not light and _full_rounds(config, units, sms):
+            return config, Shares(units, 1, 1, 0)
+    return config, shares(config, batch, heads_k, rows, capacity, num_splits, sms, seen)
+
+
+def _full_rounds(config: DecodeConfig, units: int, sms: int) -> int:
+    """Rounds over the SMs of a CTA for each unit; 0 where these leave too many places empty."""
+    held = sms * ctas_per_sm(config)
+    rounds = -(-units // held)
+    return rounds if units >= EVEN * rounds * held else 0
+
+
 def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:
     """A sample of the kernels for ahead-of-use compilation and tests: the common ones, and those short of registers."""
     everything: dict[str, Any] = dict.fromkeys(("row_ends", "softcap", "alibi", "sinks", "leftpad"), True)
@@ -214,6 +296,9 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:
         decode_config(256, 256, "bf16", rows=16, row_ends=True, softcap=True, alibi=True, arch="sm_86"),
         decode_config(64, 64, "bf16", rows=8, arch="sm_89", **token),
     ]
+    for options in ({}, {"query": "e4m3"}, {"sinks": True, "leftpad": True, "batch_idx": True}):
+        for dim in (64, 128, 256):
+            attend += kernels(decode_config(dim, dim, "bf16", rows=8, **token, **options))
     append = [
         AppendConfig(128, 128, "bf16", paged=True),
         AppendConfig(40, 72, "fp16", batch_idx=True, rotary="interleaved", queries=True),
@@ -227,7 +312,7 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:
         UnpackConfig(128, 64, "bf16", **token, paged=True, query_scale=True, leftpad=True),
         UnpackConfig(128, 128, "bf16", copy=False, leftpad=True, batch_idx=True),
     ]
-    return [*attend, *append, *unpack]
+    return [*dict.fromkeys(attend), *append, *unpack]
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,16 @@ first. One code, the distance of two e4m3 bytes, is an eighth of an octave; `cod
     O      = O * (corr * (v_previous / v)) + P V                    v: scale of the tile's group of 256 keys
     l      = l * corr + sum P                                       of the same rounded P
     out    = O * (v / l)
-    lse    = (m + log2 l - lift) ln 2 - CODE_LSE_BIAS (code only) + softmax_scale * q_dot_mean
+    lse    = (m + log2 l - lift) ln 2 - CODE_LSE_BIAS (code; half: HALF_) + softmax_scale * q_dot_mean
+
+With `Fp8Recipe.half_scores` (and neither softcap nor ALiBi) S is summed in float16, and `code` counts in codes:
+
+    f_g    = float16(fma(scale * 8, k_scale_g, 2^-24)) ;  the float32 itself where that is infinite
+    half:  as code, with U = 1 and the bias HALF_BIAS ;  v = float16(max(fma(S, f_g, shift), 0)), P = round(v)
+           top = fma(max S, f_g, shift) ;  the row moves if float16(top) > 126.5
+           where |shift| > 16384 or f_g is that float32, codes are taken from the largest:
+           place = float16(top - 8 octaves)
+           v = float16(max(fma((S - max S) * c, float16(f_g / c), place), 0))       c: 2^15 if f_g is large, else 1
 
 With softcap or ALiBi S is first made a score in octaves (code: times 8 U), and then f_g is 1:
 
@@ -79,17 +88,25 @@ from cute_attn.kernels.config import (
     CODE_MAX,
     CODE_UNIT,
     FIRST_ABOVE,
+    HALF_BIAS,
+    HALF_LSE_BIAS,
+    HALF_SHIFT_MAX,
+    HALF_SMALLEST_FACTOR,
+    HALF_UNSET_SHIFT,
     LIFT,
     ROUND_LIMIT,
     SMALLEST_FACTOR,
     UNSET_SHIFT,
 )
 from cute_attn.quantize import K_GROUP, V_BLOCK, QuantizedQKV, to_e4m3, unpermute_v, with_positive_scale
+from cute_attn.tiles import rounding_of
 
 __all__ = ["emulate_forward", "p_code"]
 
 _LOG2_E: Final = math.log2(math.e)
 _SLICE: Final = 32  # k extent of one 8-bit tensor-core instruction
+_HALF_MAX: Final = 65504.0
+_WIDE: Final = 32768.0
 _ALIGNED_BITS: Final = 13  # fraction bits that survive alignment in Hopper's FP8 accumulator
 
 # Elements of the largest temporary of one tile step; bounds the memory and keeps CPU caches useful.
@@ -127,8 +144,8 @@ def _true_float32_matmul() -> Iterator[None]:
             backend.fp32_precision = precision
 
 
-def _hopper_matmul(a: Tensor, b: Tensor, acc: Tensor | None = None) -> Tensor:
-    """acc + a @ b as Hopper's FP8 tensor core is observed to sum, float32.
+def _hopper_matmul(a: Tensor, b: Tensor, acc: Tensor | None = None, half: bool = False) -> Tensor:
+    """acc + a @ b as Hopper's FP8 tensor core is observed to sum, float32, or float16 after each slice.
 
     For each slice of 32, the products and the running accumulator are aligned to the largest exponent among
     them, cut toward zero 13 bits below it, and summed exactly.
@@ -150,6 +167,8 @@ def _hopper_matmul(a: Tensor, b: Tensor, acc: Tensor | None = None) -> Tensor:
         from_unit = ((exponent - _ALIGNED_BITS) << 23).view(torch.float32)
         total = (products * to_unit.unsqueeze(-2)).trunc_().sum(dim=-2)
         acc = (total + (acc * to_unit).trunc_()) * from_unit
+        if half:
+            acc = acc.half().float()
     return acc
 
 
@@ -251,6 +270,7 @@ def emulate_forward(
         return out, lse
 
     qkv, softmax_scale = with_positive_scale(qkv, softmax_scale)
+    rounding = rounding_of(qkv.recipe, softcap > 0 or alibi_slopes is not None)
     left, right = window[0], 0 if causal else window[1]
     budget = _CPU_BUDGET if device.type == "cpu" else _CUDA_BUDGET
     row_cost = group * (tile_n if accumulator == "fp32" else _SLICE * max(tile_n, head_dim_v))
@@ -294,7 +314,7 @@ def emulate_forward(
                         tile_queries=tile_queries,
                         tile_n=tile_n,
                         check_keys=check_keys,
-                        p_rounding=qkv.recipe.p_rounding,
+                        p_rounding=rounding,
                         two_level=two_level,
                         hopper=accumulator == "hopper",
                     )
@@ -342,9 +362,11 @@ def _attend_rows(
     batch, heads, group, rows, head_dim = q.shape
     device = q.device
     sums_hopper_qk = hopper and q.dtype != torch.int8
-    by_code = p_rounding == "code"
+    half = p_rounding == "half"
+    by_code = half or p_rounding == "code"
     qf = q.float().reshape(batch, heads, group * rows, head_dim)
-    unit = 8.0 * CODE_UNIT if by_code else 1.0  # of a score, beside octaves
+    code_unit = 1.0 if half else CODE_UNIT
+    unit = 8.0 * code_unit if by_code else 1.0  # of a score, beside octaves
     adjusts = softcap > 0 or slopes is not None
     rate = 2.0 * _LOG2_E * softmax_scale / softcap if softcap else softmax_scale * _LOG2_E
     row_scale = q_scale * torch.tensor(rate, dtype=torch.float32, device=device)
@@ -373,7 +395,7 @@ def _attend_rows(
     o_acc = torch.zeros(batch, heads, group, rows, head_dim_v, dtype=f32, device=device)
     l_acc = torch.zeros(batch, heads, group, rows, dtype=f32, device=device)
     # code: the shift; else the reference itself
-    unset = UNSET_SHIFT if by_code else -math.inf
+    unset = (HALF_UNSET_SHIFT if half else UNSET_SHIFT) if by_code else -math.inf
     state = torch.full((batch, heads, group, rows), unset, dtype=f32, device=device)
     v_previous = torch.ones(batch, heads, dtype=f32, device=device)
 
@@ -394,11 +416,14 @@ def _attend_rows(
         k_groups = k_scale[..., start // K_GROUP : -(-stop // K_GROUP)]
         k_groups = F.pad(k_groups, (0, tile_n // K_GROUP - k_groups.shape[-1]), value=1.0)
 
-        factor = row_scale[..., lo:hi, None] * k_groups[:, :, None, None, :]  # (b, h, group, n, tile_n / 64)
+        of_groups = k_groups[:, :, None, None, :]
+        factor = row_scale[..., lo:hi, None] * of_groups  # (b, h, group, n, tile_n / 64)
 
         q_rows = qf if n == rows else qf.unflatten(2, (group, rows))[:, :, :, lo:hi].flatten(2, 3)
         kt = k_tile.transpose(-1, -2)
-        scores = _hopper_matmul(q_rows, kt) if sums_hopper_qk else q_rows @ kt
+        scores = _hopper_matmul(q_rows, kt, half=half) if sums_hopper_qk else q_rows @ kt
+        if half:
+            scores = scores.half().float()
         scores = scores.view(batch, heads, group, n, tile_n)
         key = torch.arange(start, start + tile_n, device=device)
         if adjusts:
@@ -413,11 +438,16 @@ def _attend_rows(
                 distance = (key - (row[lo:hi, None] + shift)).abs().float()
                 scores = scores - (slopes * (_LOG2_E * unit))[..., None, None] * distance
             factor = torch.ones_like(factor)
-        factor = factor.clamp(min=SMALLEST_FACTOR)  # keeps NaN
+        if half:
+            factor = _half_units(row_scale[..., lo:hi, None], of_groups)
+        else:
+            factor = factor.clamp(min=SMALLEST_FACTOR)  # keeps NaN
         if stop < start + tile_n or left >= 0 or right >= 0:
             hidden = (key >= limit[lo:hi, None]) | (key < begin[lo:hi, None])
             scores = scores.masked_fill(hidden, -math.inf)
-        if by_code:
+        if half:
+            p8, moved, corr = _half_codes(scores, factor, state[..., lo:hi], check_keys)
+        elif by_code:
             p8, moved, corr = _codes(scores, factor, state[..., lo:hi], check_keys)
         else:
             p8, moved, corr = _exponentials(scores, factor, state[..., lo:hi], LIFT[p_rounding])
@@ -446,8 +476,9 @@ def _attend_rows(
     seen = limit > begin
     v_last = v_scale[..., row_starts * tile_n // V_BLOCK]  # (b, h, rows)
     share = 0.0 if softcap else softmax_scale * q_dot  # of the mean key, which scores lack
-    bias = CODE_LSE_BIAS if by_code else 0.0
-    m = ((CODE_BIAS - state / CODE_UNIT) * 0.125 if by_code else state) - LIFT[p_rounding]
+    bias = (HALF_LSE_BIAS if half else CODE_LSE_BIAS) if by_code else 0.0
+    code_bias = HALF_BIAS if half else CODE_BIAS
+    m = ((code_bias - state / code_unit) * 0.125 if by_code else state) - LIFT[p_rounding]
     # A row with keys and l = 0 has left float32's range: NaN instead of a plausible zero.
     l_acc = l_acc.masked_fill(l_acc == 0, math.nan)
     norm = 1.0 / l_acc
@@ -518,4 +549,51 @@ def _codes(scores: Tensor, factor: Tensor, shift: Tensor, check_keys: int) -> tu
             drop = (8.0 * octaves).nan_to_num(0.0).clamp(0.0, 255.0).to(torch.uint8).unsqueeze(-1)
             codes[..., :first] = torch.maximum(codes[..., :first], drop) - drop
         codes[..., keys] = p_code(z / CODE_UNIT)
+    return codes.view(torch.float8_e4m3fn), shift, corr
+
+
+def _half_units(row_scale: Tensor, k_scale: Tensor) -> Tensor:
+    """Codes of a unit of S, float16 numbers but for those beyond 65504."""
+    exact = _fma(row_scale, k_scale, torch.full_like(k_scale, HALF_SMALLEST_FACTOR))
+    rounded = exact.half().float()
+    return torch.where(rounded == math.inf, exact, rounded)
+
+
+def _half_codes(
+    scores: Tensor, factor: Tensor, shift: Tensor, check_keys: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """P by code from scores in float16; arguments and results are those of `_codes`, in codes.
+
+    factor is that of `_half_units`.
+    """
+    codes = torch.empty(scores.shape, dtype=torch.uint8, device=scores.device)
+    corr = torch.ones_like(shift)
+    for first in range(0, scores.shape[-1], check_keys):
+        keys = slice(first, first + check_keys)
+        s, f = scores[..., keys], factor[..., first // K_GROUP]
+        most = s.amax(dim=-1)
+        top = _fma(most, f, shift)
+        unset, seen = shift == HALF_UNSET_SHIFT, most != -math.inf
+        moves = torch.where(unset, seen, ~(top.half() <= CODE_MAX))  # NaN moves
+        octaves = _integral((top - HALF_BIAS) * 0.125) + torch.where(unset, FIRST_ABOVE, 0.0)
+        octaves = octaves.masked_fill(~moves, 0.0)
+        fall = octaves * 8.0
+        corr = corr * torch.where(unset, 1.0, torch.exp2(-octaves))
+        shift = torch.where(moves, shift.masked_fill(unset, HALF_BIAS) - fall, shift)
+        # An unset row has seen no key before: those codes are zero whatever falls.
+        drop = (8.0 * octaves).nan_to_num(0.0).clamp(0.0, 255.0).to(torch.uint8).unsqueeze(-1)
+        codes[..., :first] = torch.maximum(codes[..., :first], drop) - drop
+
+        wide = f > _HALF_MAX  # as a float16 it would be infinite
+        apart = (shift.abs() > HALF_SHIFT_MAX) | wide
+        v = _fma(s, f.unsqueeze(-1), shift.unsqueeze(-1))
+        if bool(apart.any()):
+            # Relative to the largest key, whose own place must not depend on how huge it is.
+            place = torch.where(octaves.abs() >= ROUND_LIMIT, HALF_BIAS, top - fall).half().float()
+            times = torch.where(wide, _WIDE, 1.0)
+            narrow = torch.where(wide, (f / _WIDE).clamp(max=_HALF_MAX), f).half().float()
+            behind = (s - most.masked_fill(~seen, 0.0).unsqueeze(-1)).half()
+            behind = (behind.float() * times.unsqueeze(-1)).half().float()
+            v = torch.where(apart.unsqueeze(-1), _fma(behind, narrow.unsqueeze(-1), place.unsqueeze(-1)), v)
+        codes[..., keys] = p_code(v.half().float())
     return codes.view(torch.float8_e4m3fn), shift, corr

@@ -15,7 +15,7 @@ from typing import Final
 from cute_attn.kernels.config import SMEM_LIMIT, Fwd16Config, Fwd16Sm80Config, FwdConfig, QuantizeConfig
 from cute_attn.problem import ARCHS, Features, Problem, dotted
 from cute_attn.quantize import Fp8Recipe
-from cute_attn.tiles import DTYPE_NAMES, find_tile, forward_config, quantize_config
+from cute_attn.tiles import DTYPE_NAMES, find_tile, forward_config, quantize_config, rounding_of
 from cute_attn.validate import check_backend
 
 WARPGROUP_ROWS: Final = 64  # query rows of a consumer warpgroup; packed, it holds whole packs of heads
@@ -217,12 +217,16 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
             if causal
             else f"the window {features.window} hides no key"
         )
-    key = (problem.head_dim, problem.head_dim_v, recipe.qk_dtype, causal, recipe.p_rounding)
+    adjusts = features.softcap > 0 or features.alibi
+    rounding = rounding_of(recipe, adjusts)
+    key = (problem.head_dim, problem.head_dim_v, recipe.qk_dtype, causal, rounding)
     tile = find_tile(*key, problem.seqlen_k, window)
     reasons.append(f"tile {tile.tile_m} x {tile.tile_n}: {tile.why}")
     if window:
         reasons.append(f"tiles of keys outside the window {problem.ends} are not visited")
-    if features.softcap > 0 or features.alibi:
+    if rounding == "half":
+        reasons.append("codes of Q and K are small enough for Q K^T to be summed in float16")
+    if adjusts:
         reasons.append("softcap and ALiBi change scores one by one, before P is made of them")
     group = problem.heads_q // problem.heads_k
     pack_gqa, why_pack = choose_pack_gqa(group, problem.seqlen_q, tile.tile_m)

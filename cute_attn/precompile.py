@@ -222,7 +222,7 @@ def _cache_kernels(
                 batch_idx=index,
                 arch=arch,
             )
-            yield split
+            yield from decode_plan.kernels(split)
             if seqlen > 1 and arch == compiler.ARCH:
                 keys = 1 << 20  # more than a window, so that it cuts
                 rows = None if options else keys

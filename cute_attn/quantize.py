@@ -17,7 +17,10 @@ operation rounded to nearest even, in a fixed order, so the device kernel can (a
     a      = max(amax, 2^-100)
     inv    = QMAX / a                          IEEE division
     scale  = a * float32(norm / QMAX) + (a - a)
-    code   = round(x * inv)                    e4m3 (QMAX 448) or int8 (QMAX 127), to nearest even, saturating
+    code   = round(x * inv)                    e4m3 (QMAX 448, see below) or int8 (127), to nearest even, saturating
+
+With `Fp8Recipe.half_scores` QMAX of Q and K is 28 or 14 (`narrow_max`), 448 over a power of two: only codes that
+become subnormal differ, those of a thousandth of their group's largest or less.
 
 With rotation, x * inv is fused with the addition of 0: where one of the two is 0 the code is 0 without a sign.
 A group of zeros has `inv = scale = 1`. `(a - a)` is zero for a finite group and NaN for any other, so a NaN
@@ -48,6 +51,7 @@ from cute_attn.kernels.config import (
     MEAN_UNROLL,
     SMALLEST_AMAX,
     V_SCALE_GROUP,
+    narrow_max,
     rotation_block,
 )
 
@@ -166,6 +170,27 @@ class Fp8Recipe:
                 "Fp8Recipe.qk_dtype is 'int8' with p_rounding 'cast'; "
                 "allowed: p_rounding 'code', 'ex2' with 'int8', any with 'e4m3'"
             )
+
+    @property
+    def half_scores(self) -> bool:
+        """Whether Q K^T is summed in float16, of e4m3 codes that are small enough for that.
+
+        Where P is made by code of operands with scales of their own for blocks or tokens. One scale for a whole head
+        or tensor wants e4m3's full range, and codes of the caller's own have it.
+        """
+        return (
+            self.qk_dtype == "e4m3"
+            and self.p_rounding == "code"
+            and self.q_scale in ("block", "token")
+            and self.k_scale == "block"
+        )
+
+    def qk_max(self, head_dim: int) -> tuple[float, float]:
+        """Largest codes of Q and of K."""
+        if self.half_scores:
+            return narrow_max(head_dim)
+        largest = E4M3_MAX if self.qk_dtype == "e4m3" else INT8_MAX
+        return largest, largest
 
     @classmethod
     def preset(cls, name: str) -> Fp8Recipe:
@@ -417,7 +442,7 @@ def amax_scale(amax: Tensor, qmax: float, norm: float) -> tuple[Tensor, Tensor]:
 
     Args:
         amax: float32, any shape; max |x| of each scale group, NaN where the group holds a NaN.
-        qmax: largest code, 448 (e4m3) or 127 (int8).
+        qmax: largest code, see `Fp8Recipe.qk_max`; 448 for V.
         norm: factor folded into the dequantisation scale (see `scale_norm`); 1 for V.
 
     Returns:
@@ -684,6 +709,7 @@ def _quantize(
     mode: Literal["tensor", "head", "block", "token"],
     block: int,
     dtype: Literal["e4m3", "int8"],
+    qmax: float,
     norm: float,
     rotated: bool = False,
 ) -> tuple[Tensor, Tensor, int | None]:
@@ -693,7 +719,6 @@ def _quantize(
     one scale serves the whole sequence.
     """
     seqlen = x.shape[1]
-    qmax = E4M3_MAX if dtype == "e4m3" else INT8_MAX
     if mode == "tensor" or mode == "head":
         inv, scale = amax_scale(static_amax(x, mode).unsqueeze(-1), qmax, norm)
         inv_rows, group = inv, None
@@ -770,13 +795,17 @@ def quantize_reference(
         rotation_signs(head_dim, recipe.rotation_seed, q.device) if recipe.rotation == "hadamard" else None
     )
     norm = scale_norm(head_dim, recipe.rotation)
+    rotated = signs is not None
+    q_max, k_max = recipe.qk_max(head_dim)
     q8, q_scale, q_group = _quantize(
-        _transform(q, None, signs), recipe.q_scale, Q_BLOCK, recipe.qk_dtype, norm, signs is not None
+        _transform(q, None, signs), recipe.q_scale, Q_BLOCK, recipe.qk_dtype, q_max, norm, rotated
     )
     k8, k_scale, k_group = _quantize(
-        _transform(k, k_mean, signs), recipe.k_scale, recipe.k_block, recipe.qk_dtype, norm, signs is not None
+        _transform(k, k_mean, signs), recipe.k_scale, recipe.k_block, recipe.qk_dtype, k_max, norm, rotated
     )
-    v8, v_scale, v_group = _quantize(_transform(v, None, None), recipe.v_scale, V_BLOCK, "e4m3", 1.0)
+    v8, v_scale, v_group = _quantize(
+        _transform(v, None, None), recipe.v_scale, V_BLOCK, "e4m3", E4M3_MAX, 1.0
+    )
 
     q_dot_mean = None
     if k_mean is not None:

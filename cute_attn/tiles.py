@@ -17,7 +17,7 @@ from cute_attn.kernels.config import HEAD_DIMS, WARPGROUP, FwdConfig, QuantizeCo
 from cute_attn.quantize import PRESETS, Fp8Recipe
 
 DTYPE_NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-P_ROUNDINGS: Final = ("code", "ex2", "cast")
+P_ROUNDINGS: Final = ("half", "code", "ex2", "cast")
 P_ROUNDINGS_OF: Final = {"e4m3": P_ROUNDINGS, "int8": ("code", "ex2")}
 """Roundings of P that kernels exist for, by the operands of Q K^T: "cast" is a baseline, of e4m3 alone."""
 QK_DTYPES: Final = tuple(P_ROUNDINGS_OF)
@@ -79,6 +79,12 @@ class Tile:
 SHORT_KEYS: Final = 1024
 """Keys of a sequence up to which some 8-bit kernels take other tiles (perf/log.md, runs 13 and 18)."""
 
+LONG_KEYS: Final = 4096
+"""Keys of a causal sequence from which on three consumer warpgroups gain more than their rows waste on the diagonal."""
+
+LENGTHS: Final = (SHORT_KEYS, LONG_KEYS, math.inf)
+"""Keys of a sequence up to which tiles are chosen."""
+
 _SMALL_FULL: Final = (
     "up to head_dim 64 the chain of product, softmax and product is long beside the tensor core's work: "
     "a third consumer warpgroup fills the gaps, and 128 keys a step keep the scores within the 160 registers "
@@ -108,13 +114,30 @@ _LARGE: Final = (
 _HALVES: Final = "Q K^T comes in halves, softmax of one under the product of the other"
 _WHOLE: Final = "exp2 wants the maximum over the tile, so Q K^T comes in one piece"
 _EX2: Final = ("ex2", "cast")
+_BY_CODE: Final = ("code", "half")
+_HALF_FULL: Final = (
+    "up to head_dim 64 a third consumer warpgroup fills the gaps of a chain that is long beside the tensor core's "
+    "work; scores in float16 leave room for 256 keys a step in the 160 registers that three leave to a thread"
+)
 
 TILES: Final = (
     Tile(
         head_dim=64,
         head_dim_v=64,
         causals=(False,),
-        p_roundings=("code",),
+        p_roundings=("half",),
+        tile_m=192,
+        tile_n=256,
+        qk_splits=2,
+        consumer_regs=160,
+        producer_regs=32,
+        why=f"{_HALF_FULL}; {_HALVES}",
+    ),
+    Tile(
+        head_dim=64,
+        head_dim_v=64,
+        causals=(False,),
+        p_roundings=_BY_CODE,
         seqlen_k=SHORT_KEYS,
         tile_n=256,
         qk_splits=2,
@@ -124,7 +147,7 @@ TILES: Final = (
         head_dim=64,
         head_dim_v=64,
         causals=(False,),
-        p_roundings=("code",),
+        p_roundings=_BY_CODE,
         tile_m=192,
         tile_n=128,
         kv_stages=4,
@@ -149,7 +172,7 @@ TILES: Final = (
         head_dim=128,
         head_dim_v=128,
         causals=(True,),
-        p_roundings=("code",),
+        p_roundings=_BY_CODE,
         windows=(False,),
         seqlen_k=SHORT_KEYS,
         tile_n=128,
@@ -161,7 +184,31 @@ TILES: Final = (
         head_dim=64,
         head_dim_v=64,
         causals=(True,),
-        p_roundings=("code",),
+        p_roundings=("half",),
+        windows=(False,),
+        seqlen_k=LONG_KEYS,
+        tile_n=256,
+        qk_splits=2,
+        why=f"up to {LONG_KEYS} keys {_SMALL_CAUSAL}; {_HALVES}",
+    ),
+    Tile(
+        head_dim=64,
+        head_dim_v=64,
+        causals=(True,),
+        p_roundings=("half",),
+        windows=(False,),
+        tile_m=192,
+        tile_n=256,
+        qk_splits=2,
+        consumer_regs=160,
+        producer_regs=32,
+        why=f"{_HALF_FULL}; of more than {LONG_KEYS} keys few are on the diagonal; {_HALVES}",
+    ),
+    Tile(
+        head_dim=64,
+        head_dim_v=64,
+        causals=(True,),
+        p_roundings=_BY_CODE,
         tile_n=256,
         qk_splits=2,
         why=f"{_SMALL_CAUSAL}; O is small enough for 256 keys a step, which halve the waits; {_HALVES}",
@@ -189,7 +236,7 @@ TILES: Final = (
     Tile(
         head_dim=192,
         head_dim_v=128,
-        p_roundings=("code",),
+        p_roundings=_BY_CODE,
         tile_n=256,
         qk_splits=2,
         cluster=2,
@@ -206,7 +253,7 @@ TILES: Final = (
         head_dim=256,
         head_dim_v=256,
         windows=(True,),
-        p_roundings=("code",),
+        p_roundings=_BY_CODE,
         tile_n=128,
         pv_part=64,
         why=f"{_LARGE}, so P V is accumulated 64 columns at a time, each part folded under the product of "
@@ -216,7 +263,7 @@ TILES: Final = (
         head_dim=256,
         head_dim_v=256,
         windows=(False,),
-        p_roundings=("code",),
+        p_roundings=_BY_CODE,
         tile_n=128,
         qk_splits=2,
         pv_part=64,
@@ -243,6 +290,11 @@ there for comparison, take the same where it compiles without spills.
 
 
 _REGS_VARLEN_8BIT: Final = (232, 40)  # of two consumer warpgroups, and of the producer
+
+
+def rounding_of(recipe: Fp8Recipe, adjusts: bool) -> str:
+    """How the kernel makes P for a recipe; `adjusts`: with softcap or ALiBi, which work on scores in float32."""
+    return "half" if recipe.half_scores and not adjusts else recipe.p_rounding
 
 
 def find_tile(
@@ -344,6 +396,7 @@ def quantize_config(
         smooth=recipe.smooth_k,
         rotary=rotary,
         varlen=varlen,
+        narrow=recipe.half_scores,
     )
 
 
@@ -391,37 +444,42 @@ def all_forward_configs() -> list[FwdConfig]:
         for p_rounding in P_ROUNDINGS_OF[qk_dtype]
         for causal in (masks if p_rounding != "ex2" else (bool(turn // 2 % 2) ^ bool(turn % 2),))
     ]
+    by_code = {"e4m3": "half", "int8": "code"}  # what the recipes take without softcap and ALiBi
     for turn, d in enumerate(TUNED_HEAD_DIMS):
-        configs.append(forward_config(d, d, QK_DTYPES[turn % 2], turn == 0, "code", "fp16"))
+        qk_dtype = QK_DTYPES[turn % 2]
+        configs.append(forward_config(d, d, qk_dtype, turn == 0, by_code[qk_dtype], "fp16"))
     clustered = list(itertools.product(((128, 128), (192, 128), (256, 256)), QK_DTYPES, masks))
     others = [(d, d) for d in HEAD_DIMS if d not in TUNED_HEAD_DIMS]
     for turn, pair in enumerate((*others, *_MIXED_HEAD_DIMS)):
         clustered.append((pair, QK_DTYPES[turn % 2], bool(turn // 2 % 2)))
     for pair, qk_dtype, causal in clustered:
-        cluster = find_tile(*pair, qk_dtype, causal, "code").cluster
-        configs.append(forward_config(*pair, qk_dtype, causal, "code", "bf16", cluster=cluster))
+        key = (*pair, qk_dtype, causal, by_code[qk_dtype])
+        configs.append(forward_config(*key, "bf16", cluster=find_tile(*key).cluster))
     for turn, (d, group) in enumerate(((64, 8), (64, 64), (128, 2), (128, 8), (256, 64))):
-        configs.append(
-            forward_config(d, d, QK_DTYPES[turn % 2], bool(turn // 2 % 2), "code", "bf16", pack_gqa=group)
-        )
+        qk_dtype = QK_DTYPES[turn % 2]
+        key = (d, d, qk_dtype, bool(turn // 2 % 2), by_code[qk_dtype])
+        configs.append(forward_config(*key, "bf16", pack_gqa=group))
     configs += [
-        forward_config(d, d, qk_dtype, True, "code", "bf16", seqlen_k=SHORT_KEYS)
+        forward_config(d, d, qk_dtype, True, by_code[qk_dtype], "bf16", seqlen_k=SHORT_KEYS)
         for d, qk_dtype in zip(TUNED_HEAD_DIMS, QK_DTYPES, strict=False)
     ]
+    configs.append(forward_config(64, 64, "e4m3", True, "half", "bf16", seqlen_k=LONG_KEYS))
     features = ("window", "softcap", "alibi", "sinks")
     every = dict.fromkeys(features, True)
     for turn, feature in enumerate(features):
         causal = feature != "window" and bool(turn % 2)
         d = TUNED_HEAD_DIMS[turn % 3]
-        configs.append(
-            forward_config(d, d, QK_DTYPES[turn // 2 % 2], causal, "code", "bf16", **{feature: True})
-        )
+        for p_rounding in ("code", "half") if feature in ("window", "sinks") else ("code",):
+            qk_dtype = "e4m3" if p_rounding == "half" else QK_DTYPES[turn // 2 % 2]
+            configs.append(forward_config(d, d, qk_dtype, causal, p_rounding, "bf16", **{feature: True}))
     for turn, d in enumerate(TUNED_HEAD_DIMS):
         qk_dtype = QK_DTYPES[turn % 2]
         configs.append(forward_config(d, d, qk_dtype, False, "code", "bf16", **every))
         some, cluster = {**every, "window": False}, 1 if d == 64 else 2
         configs.append(forward_config(d, d, qk_dtype, bool(turn % 2), "code", "bf16", 1, cluster, **some))
     configs.append(forward_config(192, 128, "int8", False, "code", "bf16", 8, **every))
+    for d in TUNED_HEAD_DIMS:
+        configs.append(forward_config(d, d, "e4m3", False, "half", "bf16", window=True, sinks=True))
     for p_rounding in ("ex2", "cast"):
         configs.append(forward_config(128, 128, "e4m3", False, p_rounding, "bf16", **every))
     return list(dict.fromkeys(configs))
@@ -458,9 +516,8 @@ def tile_table(head_dims: Iterable[tuple[int, int]]) -> list[dict[str, object]]:
     """What serves each (head_dim, head_dim_v), one flat dict for each mask, operand type and rounding of P,
     with what it costs: for printing and for tests."""
     rows: list[dict[str, object]] = []
-    lengths = (SHORT_KEYS, math.inf)
     for (head_dim, head_dim_v), qk_dtype, causal in itertools.product(head_dims, QK_DTYPES, (False, True)):
-        for p_rounding, seqlen_k in itertools.product(P_ROUNDINGS_OF[qk_dtype], lengths):
+        for p_rounding, seqlen_k in itertools.product(P_ROUNDINGS_OF[qk_dtype], LENGTHS):
             key = (head_dim, head_dim_v, qk_dtype, causal, p_rounding)
             tile = find_tile(*key, seqlen_k)
             if seqlen_k != tile.seqlen_k:  # the row for all lengths serves here, too

@@ -51,10 +51,10 @@ def small_8bit() -> None:
         return replace(qkv, **{k: x.cuda() for k, x in parts.items() if isinstance(x, torch.Tensor)})
 
     forwards = [
-        forward_config(64, 64, "e4m3", False, "code", "bf16"),
+        forward_config(64, 64, "e4m3", False, "half", "bf16"),
         forward_config(128, 128, "int8", True, "code", "bf16", cluster=2),
         forward_config(256, 256, "int8", False, "code", "bf16", cluster=2),
-        forward_config(96, 80, "e4m3", True, "code", "bf16", pack_gqa=2),
+        forward_config(96, 80, "e4m3", True, "half", "bf16", pack_gqa=2),
     ]
     launch._sms = lambda device: 2  # few CTAs, so that each takes several tiles
     recipe = PRESETS["accurate"]

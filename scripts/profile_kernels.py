@@ -2,9 +2,10 @@
 
     python scripts/profile_kernels.py OUT.json [--head-dim 128] [--seqlen 16384] [--qk e4m3,int8] [--causal 0]
 
-Each contender runs in a process of its own under `ncu`: one launch to warm up, one that is profiled. The counters
-take several passes, so that launch is replayed; clocks and caches are left as they are. A single launch runs in a
-burst, at a clock that sustained ones do not reach: compare shares of peak, and take times from the benchmark.
+The cells are those of the benchmark's grid: 16,384 tokens, heads * head_dim 2,048. Each contender runs in a process of
+its own under `ncu`, and there in each cell once to warm up and once between cudaProfilerStart and cudaProfilerStop.
+The counters take several passes, so that launch is replayed; clocks and caches are left as they are. A single launch
+runs in a burst, at a clock that sustained ones do not reach: compare shares of peak, and take times from the benchmark.
 
 The rows go to OUT.json, a record of phase "profile", the table to the terminal. A counter that this version of `ncu`
 does not know is named there, and null in the rows.
@@ -21,11 +22,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cute_attn.bench import record
+from cute_attn.bench import cases, record
+from cute_attn.bench.cases import Case
 from cute_attn.bench.report import Grid
 
 KERNEL = "Fwd(8bit)?Sm90"  # in the names of this library's kernel and of FlashAttention-3's
@@ -121,13 +123,13 @@ def choose_metrics(known: set[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def ncu_command(worker: Sequence[str], metrics: Iterable[str], log: Path) -> list[str]:
-    """The command that profiles the second matching launch of `worker`."""
+    """The command that profiles the launches that `worker` asks for."""
     return [
         "ncu",
         *("--csv", "--print-units", "base", "--log-file", str(log)),
         *("--clock-control", "none", "--cache-control", "none"),
         *("--kernel-name-base", "demangled", "-k", f"regex:{KERNEL}"),
-        *("--launch-skip", "1", "--launch-count", "1"),
+        *("--profile-from-start", "off"),
         *("--metrics", ",".join(metrics)),
         *worker,
     ]
@@ -152,34 +154,59 @@ def metrics_grid(rows: Sequence[dict[str, Any]], missing: Sequence[str]) -> Grid
 # --- what runs under ncu
 
 
-def run_worker(contender: str, head_dim: int, seqlen: int, causal: bool) -> None:
-    """Launch the forward of `contender` ("e4m3", "int8" or "fa3") twice."""
+def run_worker(contender: str, cells: Sequence[Sequence[Any]], out: str) -> None:
+    """Launch the forward of `contender` ("e4m3", "int8" or "fa3") twice in each cell (head_dim, seqlen, causal), the
+    second time for the profiler; write why a cell was not launched, or None, to `out`."""
     import torch
 
-    shape = (1, seqlen, 2048 // head_dim, head_dim)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    reasons: list[str | None] = []
+    for head_dim, seqlen, causal in cells:
+        try:
+            launch = prepare(contender, make_case(head_dim, seqlen, causal))
+            launch()
+            torch.cuda.synchronize()
+        except Exception as error:  # the other cells can still be measured
+            reasons.append(f"{type(error).__name__}: {error}")
+            continue
+        torch.cuda.profiler.start()
+        launch()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+        reasons.append(None)
+    Path(out).write_text(json.dumps(reasons))
+
+
+def prepare(contender: str, case: Case) -> Callable[[], Any]:
+    """What launches the forward of `contender` on random tensors of `case`."""
+    import torch
+
+    q, k, v = cases.make_inputs(case, torch.bfloat16, "cuda")
     if contender == "fa3":
         import flash_attn_interface as fa3
 
         codes = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
-        one = torch.ones(1, shape[2], device="cuda")
-        for _ in range(2):
-            fa3.flash_attn_func(*codes, causal=causal, q_descale=one, k_descale=one, v_descale=one)
-    else:
-        from cute_attn import api
+        one = torch.ones(case.batch, case.heads_k, device="cuda")
+        return lambda: fa3.flash_attn_func(
+            *codes, causal=case.causal, q_descale=one, k_descale=one, v_descale=one
+        )
+    from cute_attn import api
 
-        recipe = {"e4m3": "fp8", "int8": "accurate"}[contender]
-        qkv = api.quantize(q, k, v, recipe, backend="sm90")
-        for _ in range(2):
-            api.fp8_attention_quantized(qkv, causal=causal, backend="sm90")
-    torch.cuda.synchronize()
+    recipe = {"e4m3": "fp8", "int8": "accurate"}[contender]
+    qkv = api.quantize(q, k, v, recipe, backend="sm90")
+    return lambda: api.fp8_attention_quantized(qkv, causal=case.causal, backend="sm90")
 
 
-def profile(
-    contender: str, head_dim: int, seqlen: int, causal: bool, metrics: dict[str, str]
-) -> dict[str, Any]:
-    """The row of one contender."""
-    heads = 2048 // head_dim
+# --- rows
+
+
+def make_case(head_dim: int, seqlen: int, causal: bool) -> Case:
+    """The cell of the benchmark's grid."""
+    (case,) = cases.grid(seqlens=[seqlen], head_dims=[head_dim], causal=[causal])
+    return case
+
+
+def make_row(contender: str, case: Case) -> dict[str, Any]:
+    """A row without counters."""
     ours = contender != "fa3"
     row = record.make_row(
         provider="cute_attn" if ours else "fa3",
@@ -187,36 +214,54 @@ def profile(
         phase="profile",
         dtype="fp8",
         recipe={"e4m3": "fp8", "int8": "accurate"}.get(contender),
-        batch=1,
-        seqlen_q=seqlen,
-        seqlen_k=seqlen,
-        heads_q=heads,
-        heads_k=heads,
-        head_dim=head_dim,
-        causal=causal,
+        batch=case.batch,
+        seqlen_q=case.seqlen_q,
+        seqlen_k=case.seqlen_k,
+        heads_q=case.heads_q,
+        heads_k=case.heads_k,
+        head_dim=case.head_dim,
+        causal=case.causal,
     )
-    job = {"contender": contender, "head_dim": head_dim, "seqlen": seqlen, "causal": causal}
+    return dict.fromkeys(METRICS) | row
+
+
+def profile(contender: str, found: Sequence[Case], metrics: dict[str, str]) -> list[dict[str, Any]]:
+    """The rows of one contender."""
+    rows = [make_row(contender, case) for case in found]
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as folder:
-        log = Path(folder) / "ncu.csv"
+        log, out = Path(folder) / "ncu.csv", Path(folder) / "reasons.json"
+        job = {
+            "contender": contender,
+            "cells": [[case.head_dim, case.seqlen_q, case.causal] for case in found],
+            "out": str(out),
+        }
         worker = [sys.executable, __file__, "--worker", json.dumps(job)]
         done = subprocess.run(
             ncu_command(worker, metrics.values(), log), capture_output=True, text=True, check=False
         )
         text = log.read_text() if log.is_file() else ""
+        reasons = json.loads(out.read_text()) if out.is_file() else []
     try:
         if done.returncode:
             raise ValueError(
                 f"ncu ended with {done.returncode}: {(done.stderr or done.stdout or text).strip()[-300:]}"
             )
-        launches = parse_csv(text)
-        if len(launches) != 1:
-            raise ValueError(f"ncu profiled {len(launches)} launches of a kernel named {KERNEL}, not one")
+        launched = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]
+        launches = parse_csv(text) if launched else []
+        if len(launches) != len(launched):
+            raise ValueError(
+                f"ncu profiled {len(launches)} launches of a kernel named {KERNEL}, not {len(launched)}"
+            )
     except ValueError as error:
-        row.update(status="failed", reason=" ".join(str(error).split()))
-        return row
-    (launch,) = launches
-    row.update(kernel=launch["kernel"], **{field: launch.get(name) for field, name in metrics.items()})
-    return row
+        for row in rows:
+            row.update(status="failed", reason=" ".join(str(error).split()))
+        return rows
+    for row, reason in zip(rows, reasons, strict=True):
+        if reason is not None:
+            row.update(status="failed", reason=" ".join(reason.split())[:300])
+    for row, launch in zip(launched, launches, strict=True):
+        row.update(kernel=launch["kernel"], **{field: launch.get(name) for field, name in metrics.items()})
+    return rows
 
 
 def _list(kind: type, allowed: Sequence[Any]) -> Any:
@@ -244,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("--head-dim", type=_list(int, (64, 128, 256)), default=[128])
-    parser.add_argument("--seqlen", type=int, default=16384)
+    parser.add_argument("--seqlen", type=_list(int, cases.SEQLENS), default=[16384])
     parser.add_argument("--qk", type=_list(str, ("e4m3", "int8")), default=["e4m3", "int8"])
     parser.add_argument("--causal", type=_list(int, (0, 1)), default=[0])
     args = parser.parse_args(argv)
@@ -259,18 +304,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     metrics, missing = choose_metrics(known_metrics(ask("--query-metrics", "--chips", CHIP)))
     meta = record.collect_meta(shlex.join(["python", "scripts/profile_kernels.py", *argv]))
     meta["ncu"] = version[1] if version else None
-    rows = []
+    found = cases.grid(seqlens=args.seqlen, head_dims=args.head_dim, causal=map(bool, args.causal))
+    rows: list[dict[str, Any]] = []
+    by_contender = []
+    for contender in (*args.qk, "fa3"):
+        by_contender.append(profile(contender, found, metrics))
+        rows += by_contender[-1]
+        record.write(args.out, meta, rows)
     console = Console(width=None if sys.stdout.isatty() else 180)
-    for head_dim in args.head_dim:
-        for causal in map(bool, args.causal):
-            group = [
-                dict.fromkeys(METRICS) | profile(contender, head_dim, args.seqlen, causal, metrics)
-                for contender in (*args.qk, "fa3")
-            ]
-            rows += group
-            console.print(f"head_dim {head_dim}, {'causal' if causal else 'full'}, seqlen {args.seqlen}")
-            console.print(metrics_grid(group, missing).rich())
-            record.write(args.out, meta, rows)
+    for case, group in zip(found, zip(*by_contender, strict=True), strict=True):
+        mask = "causal" if case.causal else "full"
+        console.print(f"head_dim {case.head_dim}, {mask}, seqlen {case.seqlen_q}")
+        console.print(metrics_grid(group, missing).rich())
     return int(any(row["status"] != "ok" for row in rows))
 
 

@@ -1,4 +1,4 @@
-"""README's tables of speed, made from the records that they name.
+"""Tables of README and docs/, made from the records that they name.
 
     python scripts/readme_tables.py            rewrite them
     python scripts/readme_tables.py --check    only say whether they are those of the records
@@ -92,8 +92,21 @@ def beside_best(cell: pd.DataFrame) -> str:
     return f"{ours:.0f} / {best:.0f} = {ours / best:.2f}"
 
 
-# what stands some lines before a table, and what makes it
-TABLES: dict[str, Callable[[], list[str]]] = {
+def counters(cell: pd.DataFrame) -> str:
+    """fp8 over the best peer; shares of the tensor pipe, ours / FlashAttention-3's; of the issue slots."""
+    like = {name: cell[name].iloc[0] for name in ("head_dim", "causal", "seqlen_k")}
+    timed = rows_of("forward_grid", dtype="fp8", **like)
+    best = tflops(timed[timed["provider"] != OURS])
+    ours = cell[(cell["provider"] == OURS) & (cell["recipe"] == "fp8")].iloc[0]
+    fa3 = cell[cell["provider"] == "fa3"].iloc[0]
+    return (
+        f"{tflops(timed[timed['recipe'] == 'fp8']) / best:.2f}; {ours['tensor_pct']:.0f} / {fa3['tensor_pct']:.0f}; "
+        f"{ours['issue_pct']:.0f}"
+    )
+
+
+# page -> what stands some lines before a table, and what makes it
+README: dict[str, Callable[[], list[str]]] = {
     "TFLOP/s at seqlen 16,384:": forward_longest,
     "and the ratio to the better of": lambda: by_length(rows_of("forward_grid", dtype="fp8"), over_best),
     "The whole call from 16-bit tensors": lambda: by_length(
@@ -104,12 +117,16 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     ),
     "Its gradients, beside": lambda: by_length(rows_of("backward_16bit", phase="backward"), beside_best),
 }
+PAGES = {
+    "README.md": README,
+    "docs/performance.md": {"**Cell by cell**": lambda: by_length(rows_of("profile"), counters)},
+}
 
 
-def rewritten(text: str) -> str:
-    """README with the tables of the records."""
+def rewritten(text: str, tables: dict[str, Callable[[], list[str]]]) -> str:
+    """A page with the tables of the records."""
     lines = text.splitlines()
-    for before, make in TABLES.items():
+    for before, make in tables.items():
         at = next(i for i, line in enumerate(lines) if before in line)
         first = next(i for i in range(at, len(lines)) if lines[i].startswith("|"))
         end = next(i for i in range(first, len(lines)) if not lines[i].startswith("|"))
@@ -126,13 +143,15 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true", help="change nothing; status 1 where tables differ")
     check = parser.parse_args().check
-    path = ROOT / "README.md"
-    text = path.read_text()
-    new = rewritten(text)
-    if check:
-        return int(new != text)
-    path.write_text(new)
-    return 0
+    differ = False
+    for name, tables in PAGES.items():
+        path = ROOT / name
+        text = path.read_text()
+        new = rewritten(text, tables)
+        differ |= new != text
+        if not check:
+            path.write_text(new)
+    return int(check and differ)
 
 
 if __name__ == "__main__":

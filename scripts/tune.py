@@ -186,7 +186,8 @@ def _worker(what: str, seqlen: int, tokens: int, turn: int, lock: str, sustain: 
         from cute_attn.quantize import PRESETS, quantize_reference
         from cute_attn.reference import attention
 
-        recipe = replace(PRESETS["accurate" if cfg.qk_dtype == INT8 else "fp8"], p_rounding=cfg.p_rounding)
+        name = "accurate" if cfg.qk_dtype == INT8 else "fp8"
+        recipe = replace(PRESETS[name], p_rounding="code" if cfg.by_code else cfg.p_rounding)
         start = time.time()
         compile_kernel(cfg)
         row["compile_s"] = round(time.time() - start, 1)

@@ -777,8 +777,8 @@ def test_decode_kernels_are_those_of_the_calls(
         seqlens=[64], head_dims=[64, 256], batch=2, page_sizes=[page_size], heads=8, heads_k=1
     ):
         q, k, v = cases.make_inputs(case, torch.bfloat16, "cpu")
-        [config] = decode.kernels([case], [dtype])
-        assert decode.prepare(contender, case, q, k, v).kernel == config.name
+        names = [config.name for config in decode.kernels([case], [dtype])]  # one more for many short units
+        assert decode.prepare(contender, case, q, k, v).kernel == names[0]
 
 
 def test_decode_report(

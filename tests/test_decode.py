@@ -566,11 +566,69 @@ def test_ctas_where_shares_are_even(
     assert decode_plan.shares(config, batch, heads_k, form.get("rows", 8), keys, 0, 132, seen) == expected
 
 
+@pytest.mark.parametrize(
+    ("dim", "batch", "heads_k", "keys", "form", "warps", "units"),  # units: 0 where work is in shares
+    [
+        (128, 128, 8, 1024, {}, 1, 1024),
+        (128, 128, 8, 2048, {}, 1, 1024),
+        (128, 128, 8, 2049, {}, 4, 0),  # long units
+        (128, 256, 8, 1024, {}, 1, 2048),
+        (128, 128, 32, 1024, {}, 4, 4096),  # four rounds of narrow CTAs
+        (128, 16, 32, 1024, {}, 4, 512),  # half of what the SMs hold, but two rounds of CTAs of four warps
+        (128, 150, 8, 1024, {}, 4, 0),  # the second round nearly empty
+        (128, 16, 8, 1024, {}, 4, 0),
+        (256, 128, 8, 1024, {}, 4, 1024),
+        (64, 128, 8, 1024, {}, 1, 1024),
+        (64, 128, 32, 1024, {}, 1, 4096),
+        (64, 16, 8, 1024, {}, 8, 0),
+        (128, 128, 8, 1024, {"query": "e4m3", "sinks": True, "leftpad": True, "batch_idx": True}, 1, 1024),
+        (128, 128, 8, 1024, {"softcap": True}, 4, 1024),
+        (64, 128, 8, 1024, {"softcap": True}, 8, 0),
+        (128, 128, 8, 1024, {"page_size": 64}, 4, 0),
+        (128, 128, 8, 1024, {"arch": "sm_89"}, 4, 0),
+        (128, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 4, 0),
+        (96, 128, 8, 1024, {}, 4, 0),  # lanes do not take whole rows
+        (192, 128, 8, 1024, {}, 4, 1024),
+    ],
+)
+@pytest.mark.parametrize("known", [False, True])
+def test_many_short_units_have_a_cta_each(
+    dim: int, batch: int, heads_k: int, keys: int, form: dict[str, Any], warps: int, units: int, known: bool
+) -> None:
+    config = decode_plan.decode_config(dim, dim, "bf16", **{"rows": 8, **OF_CODES, **form})
+    seen = (capacity := 100000, capacity + keys) if known else None
+    shape = (batch, heads_k, 8, keys if seen is None else 2 * capacity, 0, 132, seen)
+    kernel, plan = decode_plan.chosen(config, *shape)
+    assert kernel.warps == warps and kernel in decode_plan.kernels(config)
+    if units:
+        assert plan == Shares(units, 1, 1, 0)  # no combining kernel, whatever the lengths are
+    else:
+        assert (kernel, plan) == (config, decode_plan.shares(config, *shape))
+    assert decode_plan.chosen(config, batch, heads_k, 8, keys, 2, 132)[0] == config
+
+
 def test_narrow_codes_want_all_ctas_that_an_sm_holds() -> None:
-    config = decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES)
+    config = decode_plan.decode_config(64, 64, "bf16", rows=8, page_size=16, **OF_CODES)
     assert decode_plan.ctas_per_sm(config) == 2
     for tiles, splits in ((8 * 16, 16), (8 * 17, 33)):  # of one unit in eight; short, and not
         assert decode_plan.even_splits(config, 8, tiles, 132) == splits
+
+
+def test_narrow_codes_without_pages_have_one_cta_of_all_warps() -> None:
+    for form, warps in (
+        ({"rows": 1}, 8),
+        ({"rows": 16, "softcap": True}, 8),
+        ({"rows": 32}, 4),
+        ({"page_size": 16}, 4),
+        ({"arch": "sm_89"}, 4),
+    ):
+        config = decode_plan.decode_config(64, 64, "bf16", **{**OF_CODES, **form})
+        assert config.warps == warps
+    config = decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES)
+    assert decode_plan.ctas_per_sm(config) == 1
+    assert decode_plan.shares(config, 16, 8, 8, 8192, 0, 132) == Shares(128, 0, 2, 256, 2)
+    other = decode_plan.narrow(config)
+    assert other is not None and other.warps == 1 and 12 * (other.smem_bytes + 1024) <= 228 << 10
 
 
 def test_even_shares_are_even() -> None:
@@ -686,6 +744,8 @@ def test_machine_code(
     assert found.counts["STG"] > 0 and found.registers <= 255
     if isinstance(config, DecodeConfig):
         assert found.smem_bytes == config.smem_bytes
+        if config.warps == 1 and config.head_dim + config.head_dim_v <= 128:
+            assert found.registers <= 168  # twelve CTAs on an SM, for which the ring is
         # One pass over the keys of a step: a load of 16 rows of K or V for each two pieces of 16 bytes.
         assert found.counts["LDSM"] == -(-config.k_chunks // 2) + -(-config.v_chunks // 2)
     else:

@@ -20,7 +20,7 @@ from torch import Tensor
 from cute_attn import append, append_kv, decode, flash_attn_with_kvcache, launch, prefill
 from cute_attn.append import append_reference, queries_reference
 from cute_attn.decode import decode_explain, decode_kernel, reference
-from cute_attn.decode_plan import decode_config
+from cute_attn.decode_plan import Shares, decode_config
 from cute_attn.kernels.config import AppendConfig, DecodeConfig
 from cute_attn.quantize import rotation_signs
 
@@ -381,6 +381,24 @@ GRAPHS = [
     replace(GRAPH, name="graphs_e4m3", lengths=(3000, 1, 4000), scales="token"),
     replace(GRAPH, name="graphs_e4m3_pages", lengths=(3000, 1, 4000), scales="token", page_size=16),
 ]
+# Units for all SMs of an H200, and more than 15/16 of what they hold: a CTA each, and no combining kernel
+MANY_UNITS = Case(
+    "many", lengths=tuple((37 * b) % 301 for b in range(128)), heads=(64, 8), slots=300, scales="token"
+)
+MANY_SHORT = [
+    MANY_UNITS,
+    replace(MANY_UNITS, name="many_64", dims=(64, 64)),
+    replace(MANY_UNITS, name="many_256", dims=(256, 256)),
+    replace(MANY_UNITS, name="many_mha", heads=(32, 32)),
+    replace(MANY_UNITS, name="many_host", lengths=(300,) * 128, lengths_of_host=True),
+    replace(MANY_UNITS, name="many_all", query="e4m3", sinks=True, leftpad=True, batch_idx=True),
+    replace(
+        MANY_UNITS, name="many_all_64", dims=(64, 64), query="e4m3", sinks=True, leftpad=True, batch_idx=True
+    ),
+    replace(MANY_UNITS, name="many_head", scales="head", dtype=FP16, heads=(8, 8), dims=(128, 64)),
+    replace(MANY_UNITS, name="many_window", options={"window_size": (50, 0)}),
+    replace(MANY_UNITS, name="many_softcap", alibi=True, options={"softcap": 20.0}),
+]
 GRAPH_MANY = Case("graph", seqlen_q=700, slots=1008, scales="token", page_size=16, options=CAUSAL)
 
 
@@ -466,6 +484,38 @@ def rounded(
         scale = of_cache(scale) if case.scales == "head" else scale
         found.append((x.float() * scale.unsqueeze(-1)).to(case.dtype))
     return q.to(case.dtype), found[0], found[1]
+
+
+@pytest.mark.parametrize("case", MANY_SHORT, ids=lambda case: case.name)
+def test_many_short_units(case: Case) -> None:
+    """A CTA for each: results, those of the same call again, and those of a graph with other lengths."""
+    q, k, v, options = case.make()
+    if case.lengths_of_host:
+        options["cache_seqlens"] = case.lengths[0]
+
+    def call() -> tuple[Tensor, Tensor]:
+        return flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
+
+    got = call()
+    [plan] = decode._plans.values()
+    assert plan.shares == Shares(len(case.lengths) * case.heads[1], 1, 1, 0)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
+    check(got, q, k, v, case, **{**options, "cache_seqlens": lengths})
+    assert all(torch.equal(a, b) for a, b in zip(got, call(), strict=True))
+    if case.lengths_of_host:
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    on_device = options["cache_seqlens"]
+    for other in (torch.zeros_like(lengths), (lengths * 7 // 11), lengths.clamp_max(1), lengths):
+        on_device.copy_(torch.maximum(other, options.get("cache_leftpad", other)))
+        graph.replay()
+        if (
+            case.options.get("window_size") is None
+        ):  # else slots before the window are NaN, which shorter ones see
+            check(captured, q, k, v, case, **options)
+    assert all(torch.equal(a, b) for a, b in zip(got, captured, strict=True))
 
 
 @pytest.mark.parametrize("case", [GRAPH], ids=["graph"])

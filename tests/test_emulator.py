@@ -12,16 +12,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cute_attn import emulator
-from cute_attn.emulator import _codes, _hopper_matmul, emulate_forward, p_code
+from cute_attn.emulator import _codes, _half_codes, _half_units, _hopper_matmul, emulate_forward, p_code
 from cute_attn.kernels import config
 from cute_attn.kernels.config import (
     CODE_BIAS,
     CODE_LSE_BIAS,
     CODE_MAX,
     CODE_UNIT,
+    E4M3_MAX,
     FIRST_ABOVE,
+    HALF_BIAS,
+    HALF_LSE_BIAS,
+    HALF_UNSET_SHIFT,
+    HEAD_DIMS,
     LIFT,
     UNSET_SHIFT,
+    narrow_max,
 )
 from cute_attn.quantize import PRESETS, Fp8Recipe, QuantizedQKV, from_fp8, quantize_reference
 
@@ -150,18 +156,21 @@ def test_constants_are_the_kernels() -> None:
         assert of_kernel[name] == getattr(emulator, name) == getattr(config, name)
 
 
-def test_lse_bias_is_the_mean_over_a_period() -> None:
+@pytest.mark.parametrize(
+    ("code_bias", "lse_bias"), [(CODE_BIAS, CODE_LSE_BIAS), (HALF_BIAS, HALF_LSE_BIAS)], ids=["code", "half"]
+)
+def test_lse_bias_is_the_mean_over_a_period(code_bias: float, lse_bias: float) -> None:
     """Softmax mass is spread over many values of log2 P, so that its fractional part is close to uniform, and the
     row sum of the rounded P is the exact sum times the mean of (rounded P) / P over one period, eight codes.
 
-    The byte n is chosen for z within 1/2 of n. The ratio value(n) / 2^((z - CODE_BIAS)/8 + 7) has an elementary
+    The byte n is chosen for z within 1/2 of n. The ratio value(n) / 2^((z - code_bias)/8 + 7) has an elementary
     integral. The period taken is 112..119, where value(n) is 128 + 16 (n - 112).
     """
     total = 0.0
     for n in range(112, 120):
-        low, high = ((z - CODE_BIAS) / 8 + LIFT["code"] for z in (n - 0.5, n + 0.5))
+        low, high = ((z - code_bias) / 8 + LIFT["code"] for z in (n - 0.5, n + 0.5))
         total += (128 + 16 * (n - 112)) * (2.0**-low - 2.0**-high) / math.log(2)
-    assert abs(math.log(total) - CODE_LSE_BIAS) < 1e-9
+    assert abs(math.log(total) - lse_bias) < 1e-9
 
 
 def test_p_code_is_the_bits_of_a_subnormal_half() -> None:
@@ -171,6 +180,47 @@ def test_p_code_is_the_bits_of_a_subnormal_half() -> None:
     )
     want = (z * CODE_UNIT).half().clamp(min=0).view(torch.int16)
     assert torch.equal(p_code(z), want.to(torch.uint8))
+
+
+def test_p_code_is_the_low_byte_beyond_a_thousand() -> None:
+    """From scores in float16 the kernel adds 1024 in float16 and takes the low byte."""
+    v = torch.arange(0, 126.5 + 2**-6, 2**-6).half().relu()
+    assert torch.equal(p_code(v.float()), (v + 1024).view(torch.int16).to(torch.uint8))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_scores_of_narrow_codes_are_in_the_range_of_float16(head_dim: int) -> None:
+    q_max, k_max = narrow_max(head_dim)
+    assert q_max * k_max * head_dim <= torch.finfo(torch.float16).max
+    for largest in (q_max, k_max):  # the codes are those of 448, a power of two smaller
+        assert math.log2(E4M3_MAX / largest).is_integer()
+
+
+@pytest.mark.parametrize("check_keys", [32, 64])
+@pytest.mark.parametrize("unit", [0.125, 3.0, 4096.0, 1e6])
+def test_half_codes(unit: float, check_keys: int) -> None:
+    """Codes are those of the last reference, and rise with the score; `unit` is the logit of a unit of S, in codes."""
+    scores = torch.randn(6, 256) * 40 / unit
+    scores[1] += torch.linspace(-30, 30, 256) / unit
+    scores[2, :100] = -math.inf
+    scores[3] += 3e4 / max(unit, 1.0)  # its reference is beyond what float16 adds, but for the smallest unit
+    scores[4] = 7.0
+    scores[5] = -math.inf
+    scores = scores.half().float()
+    factor = _half_units(torch.full((6, 1), unit), torch.ones(6, 4))
+    shift = torch.full((6,), HALF_UNSET_SHIFT)
+    p8, moved, corr = _half_codes(scores, factor, shift, check_keys)
+    codes = p8.view(torch.uint8).int()
+    assert moved[5] == HALF_UNSET_SHIFT and not codes[5].any()
+    assert bool((((moved[:5] - HALF_BIAS) / 8) % 1 == 0).all())
+    assert bool((corr <= 1).all()) and corr[4] == 1
+    z = scores.double() * factor[:, :1].double() + moved[:, None].double()
+    off = (codes - p_code(z.float()).int()).abs()
+    # a code falls by whole octaves with its reference, and a large one is rounded where it is relative to the largest
+    assert bool((off <= (1 if unit <= 3 else 2)).all())
+    assert int(codes[:5].amax(dim=1).min()) > 80
+    of_checks = codes[4].view(-1, check_keys)  # a huge reference is rounded between checks
+    assert bool((of_checks == of_checks[:, :1]).all())
 
 
 def test_p_code_edges() -> None:
@@ -528,8 +578,10 @@ def test_large_distinct_logits_pick_the_right_keys(name: str, log2_logit: int) -
     dq, dk, dv = (x[0, :, 0] for x in qkv.dequantize())
     scores = dq @ dk.T / 8
     best = scores.amax(dim=-1, keepdim=True)
-    # Keys within the rounding of float32 logits of the maximum (and those with a real share) may take part.
-    near = scores >= best - 20 - 4 * 2.0**-22 * scores.abs().amax()
+    # Keys within the rounding of logits of the maximum (and those with a real share) may take part: of float32, or of
+    # a score and its unit in float16.
+    half = qkv.recipe.half_scores
+    near = scores >= best - 20 - 2 * (2.0**-10 if half else 2.0**-21) * scores.abs().amax()
     inside = (out[0, :, 0] - dv[scores.argmax(dim=-1)].float()).abs().amax(dim=-1) < 1e-3
     only = near.sum(dim=-1) == 1
     assert int(only.sum()) > 5
@@ -537,7 +589,7 @@ def test_large_distinct_logits_pick_the_right_keys(name: str, log2_logit: int) -
     assert bool(out.isfinite().all()) and bool(lse.isfinite().all())
     exact = exact_attention(qkv)
     error = (lse.double() - exact.lse).abs()
-    assert bool((error <= 0.1 + 2.0**-20 * scores.abs().amax()).all())
+    assert bool((error <= 0.1 + (2.0**-10 if half else 2.0**-20) * scores.abs().amax()).all())
 
 
 @pytest.mark.parametrize("name", ALL)

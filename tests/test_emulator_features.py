@@ -60,8 +60,11 @@ def check(qkv: QuantizedQKV, softmax_scale: float, tile_n: int = 64, **options: 
     assert bool(out.isfinite().all()) and bool(lse[seen].isfinite().all())
     difference = (out.double() - exact).square().mean().sqrt()
     assert float(difference) <= P_ERROR * float(exact.square().mean().sqrt()) + EXACT
-    if bool(seen.any()):
-        assert float((lse - exact_lse)[seen].abs().max()) <= P_STEP + 1e-3
+    # in float16 a score and its unit are each rounded by 2^-11 of their size
+    adjusts = options.get("softcap", 0.0) > 0 or options.get("alibi_slopes") is not None
+    half = qkv.recipe.half_scores and not adjusts
+    bound = P_STEP + 1e-3 + (2.0**-10 * exact_lse.abs() if half else 0.0)
+    assert bool(((lse - exact_lse).abs() <= bound)[seen].all())
 
 
 def side() -> dict[str, Any]:

@@ -50,7 +50,9 @@ ALL = {"window": True, **OTHERS}
 CONFIGS = [
     # one by one
     forward_config(128, 128, "int8", False, "code", "bf16", window=True),
-    forward_config(256, 256, "e4m3", False, "code", "bf16", window=True),
+    forward_config(256, 256, "e4m3", False, "half", "bf16", window=True),
+    forward_config(64, 64, "e4m3", False, "half", "bf16", window=True, sinks=True),
+    forward_config(128, 128, "e4m3", True, "half", "bf16", 1, 2, sinks=True),
     forward_config(128, 128, "int8", True, "code", "bf16", softcap=True),
     forward_config(64, 64, "e4m3", False, "code", "bf16", softcap=True),
     forward_config(128, 128, "e4m3", False, "code", "bf16", alibi=True),
@@ -108,7 +110,7 @@ def tensors(shape: Shape, config: FwdConfig) -> tuple[Tensor, Tensor, Tensor]:
 
 def operands(shape: Shape, config: FwdConfig) -> QuantizedQKV:
     recipe = RECIPE_OF[config.qk_dtype]
-    if config.p_rounding != "code":
+    if not config.by_code:
         recipe = replace(recipe, name="custom", p_rounding=config.p_rounding)  # type: ignore[arg-type]
     return quantize_reference(*tensors(shape, config), recipe)
 
@@ -239,7 +241,8 @@ def test_scores_at_the_cap(softcap: float, qk_dtype: str) -> None:
 @pytest.mark.parametrize("qk_dtype", ["int8", "e4m3"])
 def test_softmax_scale_of_any_sign(qk_dtype: str, softmax_scale: float) -> None:
     for options in ({}, {"softcap": True}):
-        config = forward_config(128, 128, qk_dtype, False, "code", "bf16", **options)
+        rounding = "half" if qk_dtype == "e4m3" and not options else "code"
+        config = forward_config(128, 128, qk_dtype, False, rounding, "bf16", **options)
         qkv = operands((1, 200, 333, 2, 1), config)
         check(qkv, config, softmax_scale=softmax_scale, **features_of(config, 1, 2))
 
@@ -294,7 +297,8 @@ def test_fp8_tensors() -> None:
 
 @pytest.mark.parametrize("qk_dtype", ["int8", "e4m3"])
 def test_rows_without_keys_have_their_sink(qk_dtype: str) -> None:
-    config = forward_config(64, 64, qk_dtype, True, "code", "bf16", sinks=True)
+    rounding = "half" if qk_dtype == "e4m3" else "code"
+    config = forward_config(64, 64, qk_dtype, True, rounding, "bf16", sinks=True)
     qkv = operands((1, 200, 60, 2, 2), config)
     sinks = torch.tensor([1.5, -math.inf], device=DEVICE)
     out, lse = attend(qkv, config, sinks=sinks)

@@ -60,8 +60,10 @@ ALL = {"window": True, **OTHERS}
 
 def config_of(d: int, qk_dtype: str, causal: bool, *args: Any, **options: Any) -> FwdConfig:
     """The kernel for sequences of unlike length; `args` and `options` as those of `forward_config` behind out_dtype."""
+    adjusts = options.get("softcap", False) or options.get("alibi", False)
+    rounding = "half" if qk_dtype == "e4m3" and not adjusts else "code"
     return forward_config(
-        d, options.pop("d_v", d), qk_dtype, causal, "code", "bf16", *args, varlen=True, **options
+        d, options.pop("d_v", d), qk_dtype, causal, rounding, "bf16", *args, varlen=True, **options
     )
 
 

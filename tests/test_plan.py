@@ -44,9 +44,9 @@ def problem(**changed: Any) -> Problem:
 KEYS = [
     (qk_dtype, causal, p_rounding)
     for qk_dtype, causal, p_rounding in itertools.product(
-        ("e4m3", "int8"), (False, True), ("code", "ex2", "cast")
+        ("e4m3", "int8"), (False, True), ("half", "code", "ex2", "cast")
     )
-    if (qk_dtype, p_rounding) != ("int8", "cast")
+    if qk_dtype == "e4m3" or p_rounding not in ("half", "cast")
 ]
 PAIRS = list(itertools.product(HEAD_DIMS, repeat=2))
 
@@ -93,12 +93,18 @@ def test_print_the_tile_table() -> None:
     assert sum(row["seqlen_k"] == math.inf for row in rows) == 16 * len(KEYS)
     short = {(row["head_dim"], row["head_dim_v"]) for row in rows if row["seqlen_k"] == tiles.SHORT_KEYS}
     assert short == {(d, d) for d in HEAD_DIMS if d <= 128}
+    long = {
+        (row["head_dim"], row["p_rounding"], row["causal"])
+        for row in rows
+        if row["seqlen_k"] == tiles.LONG_KEYS
+    }
+    assert long == {(d, "half", True) for d in HEAD_DIMS if d <= 64}
 
 
 def test_every_pair_of_head_dims_has_a_kernel_that_can_be_built() -> None:
     """The first row that is wide enough serves, and no row is in vain."""
     used: dict[tiles.Tile, int] = {}
-    lengths = (1, 1024, 1025, math.inf)
+    lengths = (1, 1024, 1025, 4096, math.inf)
     for (head_dim, head_dim_v), key, window, seqlen_k in itertools.product(
         PAIRS, KEYS, (False, True), lengths
     ):
@@ -264,7 +270,9 @@ def test_checked_kernels_are_a_sample_of_all() -> None:
     }
     packed = [config for config in forward if config.pack_gqa > 1]
     assert {config.pack_gqa for config in packed} == {2, 8, 64}
-    assert {(config.tile_m, config.tile_n) for config in packed} == {(192, 128), (128, 256), (128, 128)}
+    assert {(config.tile_m, config.tile_n) for config in packed} == {
+        *((192, 256), (192, 128), (128, 256), (128, 128))
+    }
     assert {config.causal for config in packed} == {False, True}
     assert {config.qk_dtype for config in packed} == {"e4m3", "int8"}
 
@@ -276,7 +284,8 @@ def test_plans_name_kernels_that_can_be_built(case: Problem, backend: str) -> No
     assert made.backend == ("sm90" if backend == "auto" and case.capability == HOPPER else "emulator")
     assert made.kernel == (made.config.name if made.backend == "sm90" else f"emulator({made.config.name})")
     assert made.config.qk_dtype == case.recipe.qk_dtype
-    assert made.config.p_rounding == case.recipe.p_rounding
+    adjusts = case.features.softcap > 0 or case.features.alibi
+    assert made.config.p_rounding == tiles.rounding_of(case.recipe, adjusts)
     assert (made.config.head_dim, made.config.head_dim_v) == (case.head_dim, case.head_dim_v)
     assert case.heads_q // case.heads_k % made.config.pack_gqa == 0
     assert made.smem_bytes == made.config.smem_bytes

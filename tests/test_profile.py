@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -101,11 +102,11 @@ def test_metrics_that_ncu_does_not_know_are_left_out_by_name(script: ModuleType)
     assert set(missing) | set(present) == set(script.METRICS) and "dram_pct" in missing
 
 
-def test_command_profiles_one_launch_and_leaves_the_clocks_alone(script: ModuleType) -> None:
+def test_command_profiles_what_is_asked_for_and_leaves_the_clocks_alone(script: ModuleType) -> None:
     command = script.ncu_command(["python", "x.py"], ["a.sum", "b.avg"], Path("log.csv"))
     words = " ".join(command)
     assert command[0] == "ncu" and command[-2:] == ["python", "x.py"]
-    assert "--clock-control none" in words and "--launch-skip 1 --launch-count 1" in words
+    assert "--clock-control none" in words and "--profile-from-start off" in words
     assert (
         "-k regex:Fwd(8bit)?Sm90" in words
         and "--metrics a.sum,b.avg" in words
@@ -128,8 +129,11 @@ def test_a_run(
             )
         if "--query-metrics" in command:
             return subprocess.CompletedProcess(command, 0, QUERY)
-        if not works and '"fa3"' in command[-1]:
+        job = json.loads(command[-1])
+        if not works and job["contender"] == "fa3":
             return subprocess.CompletedProcess(command, 1, "", "ModuleNotFoundError: flash_attn_interface\n")
+        # the first of two cells could not be launched
+        Path(job["out"]).write_text(json.dumps(["RuntimeError: no room"] * (len(job["cells"]) - 1) + [None]))
         Path(command[command.index("--log-file") + 1]).write_text(CANNED)
         return subprocess.CompletedProcess(command, 0, "", "")
 
@@ -150,6 +154,11 @@ def test_a_run(
     text = capsys.readouterr().out
     assert "duration_ns" in text and "This ncu does not know: " in text
     assert works or "ModuleNotFoundError: flash_attn_interface" in text
+    # the counters of the second cell are not taken for those of the first
+    assert script.main([str(out), "--qk", "int8", "--seqlen", "512,16384"]) == 1
+    short, long, *_ = record.read(out).rows
+    assert (short["batch"], short["status"], short["reason"]) == (32, "failed", "RuntimeError: no room")
+    assert short["tensor_pct"] is None and (long["batch"], long["tensor_pct"]) == (1, 58.31)
 
 
 def test_without_ncu_it_says_so(tmp_path: Path) -> None:

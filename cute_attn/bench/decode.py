@@ -74,16 +74,19 @@ def kernels(found: Sequence[Case], dtypes: Sequence[str]) -> list[DecodeConfig]:
     dtypes: of contenders, "fp8" for a cache of e4m3 with scales of tokens.
     """
     wanted = {
-        decode_plan.decode_config(
-            case.head_dim,
-            case.head_dim,
-            "bf16" if dtype == "fp8" else dtype,
-            page_size=case.page_size,
-            rows=case.seqlen_q * (case.heads_q // case.heads_k),
-            **(decode_plan.FORMS["e4m3"] if dtype == "fp8" else {}),
-        ): None
+        kernel: None
         for case in found
         for dtype in dtypes
+        for kernel in decode_plan.kernels(
+            decode_plan.decode_config(
+                case.head_dim,
+                case.head_dim,
+                "bf16" if dtype == "fp8" else dtype,
+                page_size=case.page_size,
+                rows=case.seqlen_q * (case.heads_q // case.heads_k),
+                **(decode_plan.FORMS["e4m3"] if dtype == "fp8" else {}),
+            )
+        )
     }
     return list(wanted)
 

@@ -25,6 +25,7 @@ from ..config import (
     MEAN_CHUNKS,
     QUANTIZE_SPAN,
     QuantizeConfig,
+    narrow_max,
     rotation_block,
 )
 from .key_sums import KeySums
@@ -88,6 +89,8 @@ class Rows:
         self.slots = RING_BYTES // (2 * WIDTH)  # passes in flight
         self.ring_words = RING_BYTES // 4 * self.threads
         self.qmax = INT8_MAX if self.int8 else E4M3_MAX
+        if cfg.narrow:
+            self.qmax = narrow_max(cfg.head_dim)[int(keys)]
         self.norm = 1.0 / math.sqrt(self.block) if cfg.rotate else 1.0
         # Rows that share a scale; a token's scale needs no other row. They are passes held at a time, or some of the
         # warps of one.

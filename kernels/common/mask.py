@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 
 from ..config import FwdConfig
 from .scores import rows
@@ -86,3 +86,33 @@ def mask_scores(scores: cute.Tensor, limits, column0: Int32, cfg: FwdConfig):
             first = first_seen_key(limits, r, cfg) - column0
             for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 scores[r, i] = -Float32.inf if first > 8 * (i // 2) + i % 2 else scores[r, i]
+
+
+@cute.jit
+def half_bits(keys: Int32) -> Int32:
+    """16 bits for each key, of a number of keys that may be far beyond a tile."""
+    return cutlass.max(cutlass.min(keys, 1 << 24), -(1 << 24)) * 16
+
+
+@cute.jit
+def bits_from(bit: Int32) -> Uint32:
+    """Ones from a bit on, which may lie before or behind the word."""
+    return cute.arch.inline_ptx(
+        "{ .reg .s32 n; max.s32 n, {$r0}, 0; shl.b32 {$w0}, 0xffffffff, n; }",
+        write_only_types=[Uint32],
+        read_only_args=[bit],
+    )  # a shift of 32 or more leaves nothing
+
+
+@cute.jit
+def mask_half_scores(words: cute.Tensor, limits, column0: Int32, cfg: FwdConfig):
+    """As `mask_scores`, of scores in float16: word w is of row w % 2, two columns from 8 * (w // 2) on."""
+    for r in cutlass.range_constexpr(2):
+        limit = half_bits(first_hidden_key(limits, r, cfg) - column0)
+        if cutlass.const_expr(cfg.window):
+            first = half_bits(first_seen_key(limits, r, cfg) - column0)
+        for i in cutlass.range_constexpr(cute.size(words) // 2):
+            hidden = bits_from(limit - 128 * i)
+            if cutlass.const_expr(cfg.window):
+                hidden = hidden | ~bits_from(first - 128 * i)
+            words[2 * i + r] = (words[2 * i + r] & ~hidden) | (Uint32(0xFC00FC00) & hidden)  # -inf

@@ -136,6 +136,19 @@ class DecodeConfig:
         return self.q_in_smem and bool(extras or uneven or (self.warps == 2 and self.paging != "none"))
 
     @property
+    def lean(self) -> bool:
+        """Whether a lane's addresses go on from step to step: it takes the same pieces of whole rows, and no page is
+        looked up. That wants a few registers more, which several tiles of rows do not leave."""
+        even = 32 % self.k_chunks == 0 and 32 % self.v_chunks == 0
+        return even and self.paging == "none" and self.m_tiles == 1 and not self.crowded
+
+    @property
+    def chains(self) -> int:
+        """Accumulators that the products Q K^T of a step alternate between: a product waits for the one before it in
+        its own."""
+        return 2 if self.lean and self.fp8 and self.k_steps >= 4 else 1
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA: its warps', and Q, or 16 bytes into which an odd row's last load reaches."""
         q = 16 * self.m_tiles * 2 * (16 * self.k_steps) if self.q_in_smem else 16

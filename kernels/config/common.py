@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -35,11 +36,14 @@ MEAN_SPAN = MEAN_STRIDE * MEAN_LANES * MEAN_UNROLL  # keys of a chunk at least
 # Numbers of the arithmetic, shared by the kernels and their references in torch; docs/numerics.md says why.
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
+# Largest codes of Q and K in e4m3 where a float16 holds their products: max(Q) max(K) head_dim < 65504. Powers of two
+# below 448, so that only codes that become subnormal differ.
+NARROW_MAX = {64: (28.0, 28.0), 128: (28.0, 14.0), 256: (14.0, 14.0)}
 # A group of a smaller amax is quantised as if it had this one: QMAX / amax stays finite.
 SMALLEST_AMAX = 2.0**-100
 # P is held times 2^lift, which the row sum cancels. e4m3 ends at 2^8.8 and has no normal numbers below 2^-6: a high
 # lift keeps small P, a low one lets the reference lag the row maximum. By code the lag may be 1.8 octaves.
-LIFT = {"code": 7.0, "ex2": 8.0, "cast": 0.0}
+LIFT = {"code": 7.0, "half": 7.0, "ex2": 8.0, "cast": 0.0}
 # One code in the numbers that P by code computes with: the last bit of a subnormal half.
 CODE_UNIT = 2.0**-24
 # 55.65625 = 56 - 0.34375 centres the rounding of the bent fraction; as a multiple of 2^-5 it is exact beside 8 m.
@@ -53,7 +57,19 @@ CODE_LSE_BIAS = 0.009782217323564284
 UNSET_SHIFT = (CODE_BIAS + 2.0**-10) * CODE_UNIT  # of a row without a reference: no integral one gives it
 # References of this magnitude or more stay as they are: adding 1.5 * 2^23 rounds no more.
 ROUND_LIMIT = 2.0**22
+# The same of P by code from scores in float16. What is added to a code is a multiple of 8, which a half holds up to
+# HALF_SHIFT_MAX, so the bias is one, too; lse knows what that does to the sum of P.
+HALF_BIAS = 8.0 * LIFT["code"] + 56.0
+HALF_LSE_BIAS = CODE_LSE_BIAS + (HALF_BIAS - CODE_BIAS) / 8.0 * math.log(2.0)
+HALF_UNSET_SHIFT = HALF_BIAS + 1.0
+HALF_SHIFT_MAX = 16384.0
+HALF_SMALLEST_FACTOR = 2.0**-24
 SMALLEST_FACTOR = 2.0**-126  # of a score: zero would make NaN of a masked one
+
+
+def narrow_max(head_dim: int) -> tuple[float, float]:
+    """Largest e4m3 codes of Q and of K, see NARROW_MAX."""
+    return next(found for most, found in NARROW_MAX.items() if head_dim <= most)
 
 
 def dims_name(head_dim: int, head_dim_v: int) -> str:

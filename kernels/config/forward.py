@@ -118,7 +118,9 @@ class FwdConfig(_Forward):
     tile_n: int  # keys of one step of the main loop
     kv_stages: int  # depth of the K and V rings
     qk_dtype: str  # "e4m3" or "int8": operands of Q K^T
-    p_rounding: str  # "code": P's e4m3 byte computed directly; "ex2": exp2, converted; "cast": without lift
+    # "code": P's e4m3 byte computed directly; "half": likewise, from scores in float16, of e4m3 codes of Q and K up to
+    # `narrow_max`; "ex2": exp2, converted; "cast": without lift
+    p_rounding: str
     causal: bool
     out_dtype: str  # "bf16" or "fp16"
     consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
@@ -136,6 +138,16 @@ class FwdConfig(_Forward):
     varlen: bool = False
 
     padded_v = True
+
+    @property
+    def by_code(self) -> bool:
+        """Whether P is made without exp2."""
+        return self.p_rounding in ("code", "half")
+
+    @property
+    def half_scores(self) -> bool:
+        """Whether Q K^T is summed in float16."""
+        return self.p_rounding == "half"
 
     @property
     def adjusts(self) -> bool:
@@ -214,8 +226,8 @@ class FwdConfig(_Forward):
             )
         if self.qk_dtype not in ("e4m3", "int8"):
             raise ValueError(f"qk_dtype must be 'e4m3' or 'int8', got {self.qk_dtype!r}")
-        if self.p_rounding not in ("code", "ex2", "cast"):
-            raise ValueError(f"p_rounding must be 'code', 'ex2' or 'cast', got {self.p_rounding!r}")
+        if self.p_rounding not in ("code", "half", "ex2", "cast"):
+            raise ValueError(f"p_rounding must be 'code', 'half', 'ex2' or 'cast', got {self.p_rounding!r}")
         if self.out_dtype not in ("bf16", "fp16"):
             raise ValueError(f"out_dtype must be 'bf16' or 'fp16', got {self.out_dtype!r}")
         if self.check_keys not in (32, 64):
@@ -225,7 +237,9 @@ class FwdConfig(_Forward):
         part = self.tile_n // self.qk_splits
         if self.tile_n % self.qk_splits or part % K_SCALE_GROUP:
             raise ValueError(f"qk_splits must leave a multiple of {K_SCALE_GROUP} keys, got {self.qk_splits}")
-        if self.p_rounding != "code" and self.qk_splits != 1:
+        if self.half_scores and (self.qk_dtype != "e4m3" or self.adjusts):
+            raise ValueError("p_rounding 'half' wants qk_dtype 'e4m3', and neither softcap nor ALiBi")
+        if not self.by_code and self.qk_splits != 1:
             raise ValueError(f"qk_splits must be 1 with {self.p_rounding!r}: its maximum is over the tile")
         self._check_varlen()
         self._check_cta()

@@ -23,6 +23,7 @@ class QuantizeConfig:
     # rotary position embedding of Q and K: "none", "half" (pairs i, i + rotary_dim / 2), "interleaved"
     rotary: str = "none"
     varlen: bool = False  # sequences of unlike length, their rows behind one another
+    narrow: bool = False  # e4m3 codes of Q and K end at `narrow_max`
 
     @property
     def name(self) -> str:
@@ -33,7 +34,7 @@ class QuantizeConfig:
         steps += "" if self.rotary == "none" else f"_rotary_{self.rotary}"
         steps += "_varlen" if self.varlen else ""
         return (
-            f"quantize_{self.in_dtype}_{self.qk_dtype}_{dims}"
+            f"quantize_{self.in_dtype}_{self.qk_dtype}{'_narrow' if self.narrow else ''}_{dims}"
             f"_q{self.q_mode}_k{self.k_mode}_v{self.v_mode}{steps}"
         )
 
@@ -52,6 +53,8 @@ class QuantizeConfig:
         ):
             if value not in allowed:
                 raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
+        if self.narrow and self.qk_dtype != "e4m3":
+            raise ValueError(f"narrow must be False with qk_dtype {self.qk_dtype!r}")
         if self.varlen:
             for field, value in (("q_mode", self.q_mode), ("k_mode", self.k_mode), ("v_mode", self.v_mode)):
                 if value == "static":

@@ -137,7 +137,12 @@ class Decode:
             softcap_factor,
             factor,
             right,
-        ).launch(grid=[ctas, 1, 1], block=[cfg.threads, 1, 1], stream=stream)
+        ).launch(
+            grid=[ctas, 1, 1],
+            block=[cfg.threads, 1, 1],
+            stream=stream,
+            preferred_smem_carveout=100,  # per cent: an SM shall hold as many CTAs as decode_plan.py counts
+        )
         if splits != 1:
             results = Results(out, lse, sinks, partial_ml, partial_o, factor)
             self.combine.launch(results, lengths, shares, k_cache.shape[2], stream)
@@ -262,12 +267,17 @@ class Decode:
 
         # Each step is a group of copies, an empty one past the last: so step i is always group i.
         page = self.loads.page_of(cache, keys, key0, lane)
+        at = None
+        if const_expr(cfg.lean):
+            at = self.loads.cursor(cache, keys, key0, lane)
         for i in cutlass.range_constexpr(cfg.stages - 1):
             if i < piece.tiles:
                 key = key0 + i * cfg.tile_keys
-                self.loads.fetch(cache, keys, key, page, ring + i * cfg.stage_bytes, lane)
+                self.loads.fetch(cache, keys, key, page, ring + i * cfg.stage_bytes, lane, at)
                 page = self.loads.page_of(cache, keys, key + cfg.tile_keys, lane)
             cute.arch.cp_async_commit_group()
+            if const_expr(cfg.lean):
+                at = self.loads.next(at)
 
         q = self.queries.load(m_q, piece, base + cfg.warps * cfg.warp_bytes, lane)
         if const_expr(cfg.q_in_smem):
@@ -300,9 +310,11 @@ class Decode:
             cute.arch.sync_warp()
             if i + (cfg.stages - 1) < piece.tiles:
                 key = key0 + (i + (cfg.stages - 1)) * cfg.tile_keys
-                self.loads.fetch(cache, keys, key, page, ring + ahead, own)
+                self.loads.fetch(cache, keys, key, page, ring + ahead, own, at)
                 page = self.loads.page_of(cache, keys, key + cfg.tile_keys, own)
             cute.arch.cp_async_commit_group()
+            if const_expr(cfg.lean):
+                at = self.loads.next(at)
             place = ring + stage
             place_v = place + DECODE_KEYS * cfg.k_pitch
             if const_expr(cfg.token_scales):

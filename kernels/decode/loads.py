@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from ..common.warp import copy_4_bytes_or_zeros, copy_16_bytes_or_zeros
 from ..config import DECODE_KEYS, DecodeConfig
@@ -40,6 +40,23 @@ class Keys(NamedTuple):
     end: Int32
 
 
+class Cursor(NamedTuple):
+    """Where a lane's first copies of a step come from, and how far on those of the next step are."""
+
+    k: Int64
+    v: Int64
+    scale: Int64
+    k_step: Int64
+    v_step: Int64
+    scale_step: Int64
+
+
+@cute.jit
+def inside(key: Int32, first: Int32, end: Int32):
+    """Whether first <= key < end, by one comparison."""
+    return Uint32(key - first) < Uint32(cutlass.max(end - first, 0))
+
+
 class Loads:
     """The copies of one configuration; methods are traced into the kernel."""
 
@@ -61,14 +78,80 @@ class Loads:
         return page
 
     @cute.jit
-    def fetch(self, cache: Cache, keys: Keys, key0: Int32, page: Int32, stage: Int32, lane: Int32):
-        """Starts the copies of a step into the stage at shared address `stage`: K, V, scales. page: of `page_of`."""
+    def fetch(self, cache: Cache, keys: Keys, key0: Int32, page: Int32, stage: Int32, lane: Int32, at=None):
+        """Starts the copies of a step into the stage at shared address `stage`: K, V, scales.
+
+        page  of `page_of`
+        at    the step's place, from `cursor` and `next`; with `lean`
+        """
         cfg = self.cfg
         stage_v = stage + DECODE_KEYS * cfg.k_pitch
-        self.fetch_rows(cache.k, cfg.k_chunks, cfg.k_pitch, keys, key0, page, stage, lane)
-        self.fetch_rows(cache.v, cfg.v_chunks, cfg.v_pitch, keys, key0, page, stage_v, lane)
-        if const_expr(cfg.token_scales):
-            self.fetch_scales(cache, keys, key0, page, stage_v + DECODE_KEYS * cfg.v_pitch, lane)
+        if const_expr(cfg.lean):
+            self.go_on_rows(cache.k, cfg.k_chunks, cfg.k_pitch, keys, key0, at.k, stage, lane)
+            self.go_on_rows(cache.v, cfg.v_chunks, cfg.v_pitch, keys, key0, at.v, stage_v, lane)
+            if const_expr(cfg.token_scales):
+                size = 4 if inside(key0 + lane % DECODE_KEYS, keys.first, keys.end) else 0
+                copy_4_bytes_or_zeros(stage_v + DECODE_KEYS * cfg.v_pitch + 4 * lane, at.scale, size)
+        else:
+            self.fetch_rows(cache.k, cfg.k_chunks, cfg.k_pitch, keys, key0, page, stage, lane)
+            self.fetch_rows(cache.v, cfg.v_chunks, cfg.v_pitch, keys, key0, page, stage_v, lane)
+            if const_expr(cfg.token_scales):
+                self.fetch_scales(cache, keys, key0, page, stage_v + DECODE_KEYS * cfg.v_pitch, lane)
+
+    @cute.jit
+    def cursor(self, cache: Cache, keys: Keys, key0: Int32, lane: Int32) -> Cursor:
+        """Of the step at key0, where no page is looked up and lanes take whole rows (`lean`)."""
+        found = []
+        for m_x, chunks in ((cache.k, self.cfg.k_chunks), (cache.v, self.cfg.v_chunks)):
+            size, strides = self.cfg.element_bytes, m_x.stride
+            row = Int64(keys.sequence) * strides[0] + Int64(key0 + lane // chunks) * strides[1]
+            offset = (row + Int64(keys.head) * strides[2]) * size + 16 * (lane % chunks)
+            found.append((m_x.iterator.toint() + offset, Int64(self.cfg.tile_keys * size) * strides[1]))
+        scale, scale_step = Int64(0), Int64(0)
+        if const_expr(self.cfg.token_scales):
+            of_k, of_v = cache.k_scale, cache.v_scale
+            from_k, from_v = of_k.iterator.toint(), of_v.iterator.toint()
+            is_k = lane < DECODE_KEYS
+            place = Int64(keys.sequence) * (of_k.stride[0] if is_k else of_v.stride[0])
+            near = of_k.stride[1] if is_k else of_v.stride[1]
+            place = place + Int64(keys.head) * (of_k.stride[2] if is_k else of_v.stride[2])
+            scale = (from_k if is_k else from_v) + 4 * (place + Int64(key0 + lane % DECODE_KEYS) * near)
+            scale_step = Int64(4 * self.cfg.tile_keys) * near
+        return Cursor(found[0][0], found[1][0], scale, found[0][1], found[1][1], scale_step)
+
+    @cute.jit
+    def next(self, at: Cursor) -> Cursor:
+        """The same of the step behind it."""
+        return Cursor(
+            at.k + at.k_step,
+            at.v + at.v_step,
+            at.scale + at.scale_step,
+            at.k_step,
+            at.v_step,
+            at.scale_step,
+        )
+
+    @cute.jit
+    def go_on_rows(
+        self,
+        m_x: cute.Tensor,
+        chunks: cutlass.Constexpr,
+        pitch: cutlass.Constexpr,
+        keys: Keys,
+        key0: Int32,
+        source: Int64,
+        target: Int32,
+        lane: Int32,
+    ):
+        """`fetch_rows` from the lane's first address on."""
+        apart = 32 // chunks
+        further = Int64(apart * self.cfg.element_bytes) * m_x.stride[1]
+        row = lane // chunks
+        place = target + row * pitch + 16 * (lane % chunks)
+        for i in cutlass.range_constexpr(DECODE_KEYS // apart):
+            size = 16 if inside(key0 + row + apart * i, keys.first, keys.end) else 0
+            copy_16_bytes_or_zeros(place + apart * i * pitch, source, size)
+            source = source + further
 
     @cute.jit
     def fetch_rows(

@@ -28,7 +28,7 @@ from ..common.warp import (
     quad_max,
 )
 from ..config import DecodeConfig
-from .loads import Keys
+from .loads import Keys, inside
 from .queries import Queries, Query
 from .split import Lengths, Piece
 
@@ -123,6 +123,10 @@ class Step:
         """
         cfg = self.cfg
         s.fill(0.0)
+        # A chain of products in each, added up at the end
+        sums = [s, *[cute.make_rmem_tensor((4, 2, cfg.m_tiles), Float32) for _ in range(cfg.chains - 1)]]
+        for other in sums[1:]:
+            other.fill(0.0)
         # Matrices of a load: keys 0 to 7 and 8 to 15, of each two pieces of 16 bytes.
         address = stage + (lane // 16 * 8 + lane % 8) * cfg.k_pitch + lane // 8 % 2 * 16
         if const_expr(cfg.fp8):
@@ -135,7 +139,9 @@ class Step:
                         for j in cutlass.range_constexpr(2):
                             b0, b1 = e4m3_to_fp16(words[2 * j + i])
                             for mt in cutlass.range_constexpr(cfg.m_tiles):
-                                multiply_add(s[None, j, mt], a[mt], b0, b1, self.product)
+                                multiply_add(
+                                    sums[step % cfg.chains][None, j, mt], a[mt], b0, b1, self.product
+                                )
         else:
             for step in cutlass.range_constexpr(cfg.k_steps):
                 words = load_matrices(address + 32 * step)
@@ -145,7 +151,12 @@ class Step:
                     if const_expr(16 * step + 8 >= cfg.head_dim):
                         b1 = Uint32(0)  # the next row's, of which 0 times Q's padding might be NaN
                     for mt in cutlass.range_constexpr(cfg.m_tiles):
-                        multiply_add(s[None, j, mt], a[mt], b0, b1, self.product)
+                        multiply_add(sums[step % cfg.chains][None, j, mt], a[mt], b0, b1, self.product)
+        for other in sums[1:]:
+            for mt in cutlass.range_constexpr(cfg.m_tiles):
+                for j in cutlass.range_constexpr(2):
+                    for i in cutlass.range_constexpr(2 * cfg.halves):
+                        s[i, j, mt] = s[i, j, mt] + other[i, j, mt]
 
     @cute.jit
     def adjust(self, s: cute.Tensor, key0: Int32, k_scale: cute.Tensor, rows: Rows, keys: Keys, lane: Int32):
@@ -182,7 +193,10 @@ class Step:
                             distance = (column + (8 * j + e) - position[h, mt]).to(Float32)
                             x = x - slope[h, mt] * cute.arch.fmax(distance, -distance)
                         key = column + (8 * j + e)
-                        s[2 * h + e, j, mt] = x if (key < end) & (key >= first) else -Float32.inf
+                        if const_expr(cfg.lean):
+                            s[2 * h + e, j, mt] = x if inside(key, first, end) else -Float32.inf
+                        else:
+                            s[2 * h + e, j, mt] = x if (key < end) & (key >= first) else -Float32.inf
 
     @cute.jit
     def softmax(self, s: cute.Tensor, rows: Rows, state: State):

@@ -10,7 +10,7 @@ from ..config import K_SCALE_GROUP, V_SCALE_GROUP, FwdConfig
 from .fwd import FwdSm90
 from .mainloop import V_SCALE_SHIFT, Mainloop8bit
 from .operands import heads_last
-from .policy_fp8 import Fp8Policy
+from .policy_fp8 import Fp8Policy, HalfPolicy
 
 
 class Fwd8bitSm90(FwdSm90):
@@ -18,7 +18,7 @@ class Fwd8bitSm90(FwdSm90):
 
     def __init__(self, cfg: FwdConfig):
         cfg.check()
-        policy = Fp8Policy(cfg)
+        policy = HalfPolicy(cfg) if cfg.half_scores else Fp8Policy(cfg)
         super().__init__(cfg, policy, Mainloop8bit(cfg, policy))
 
     @cute.jit

@@ -43,10 +43,10 @@ import enum
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup as wg
 
-from ..common.mask import mask_scores
+from ..common.mask import mask_half_scores, mask_scores
 from ..common.scores import rows
 from ..common.varlen import FAR, ragged_coord
 from ..config import V_SCALE_GROUP, Fwd16Config, FwdConfig
@@ -241,7 +241,10 @@ class Mainloop8bit(Mainloop):
                 policy.adjust(part, s, n, k_scale, scales, limits)
             if const_expr(masking):
                 column0 = n * cfg.tile_n + part * policy.part_keys + cute.arch.lane_idx() % 4 * 2
-                mask_scores(rows(s), limits, column0, cfg)
+                if const_expr(cfg.half_scores):
+                    mask_half_scores(cute.recast_tensor(s, Uint32), limits, column0, cfg)
+                else:
+                    mask_scores(rows(s), limits, column0, cfg)
             policy.softmax(part, s, pairs, state, q_scale, k_scale)
         policy.pack(scores[0], pairs, p)
         if const_expr(not ahead):

@@ -24,16 +24,17 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int8, Int32, const_expr
+from cutlass import Float16, Float32, Int8, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wg
 
 from ..common.mask import ROW_STEP, clear_empty_rows, first_hidden_key, first_key
 from ..common.scores import rows
 from ..common.warp import copy_4_bytes_or_zeros
-from ..config import CODE_BIAS, CODE_LSE_BIAS, CODE_UNIT, SUM_ROWS, V_SCALE_GROUP, FwdConfig
+from ..config import SUM_ROWS, V_SCALE_GROUP, FwdConfig
 from .operands import opaque_zero, row_major_atom
 from .softmax_fp8 import F8, Fp8Softmax
+from .softmax_half import HalfSoftmax
 
 LOG2_E = math.log2(math.e)
 
@@ -46,9 +47,7 @@ class Fp8Policy(Fp8Softmax):
         self.qk_type = F8 if cfg.qk_dtype == "e4m3" else Int8
         self.v_type = F8
         self.int8 = cfg.qk_dtype == "int8"
-        self.lse_bias = CODE_LSE_BIAS if self.code else 0.0
-        # what the softmax wants folded into q_scale besides softmax_scale * log2(e)
-        self.score_unit = 8.0 * CODE_UNIT if self.code else 1.0
+        self.score_type = Float16 if cfg.half_scores else Float32
         # rows of V^T that each partial product takes; the last one has the rows of ones and zeros
         self.pv_rows = [*cfg.pv_parts[:-1], cfg.pv_parts[-1] + SUM_ROWS]
         self.pv_depth = 1 if len(cfg.pv_parts) <= 2 else 2  # products P V in flight
@@ -63,7 +62,7 @@ class Fp8Policy(Fp8Softmax):
         if self.int8:
             op = wg.MmaI8Op(Int8, Int8, Int32, shape, wg.OperandSource.SMEM, k_major, k_major)
         else:
-            op = wg.MmaF8Op(F8, F8, Float32, shape, wg.OperandSource.SMEM, k_major, k_major)
+            op = wg.MmaF8Op(F8, F8, self.score_type, shape, wg.OperandSource.SMEM, k_major, k_major)
         return cute.make_tiled_mma(cute.make_mma_atom(op), (self.cfg.consumer_warpgroups, 1, 1))
 
     def pv_mma(self, n: int) -> cute.TiledMma:
@@ -251,9 +250,9 @@ class Fp8Policy(Fp8Softmax):
     # -- products ---------------------------------------------------------------------------------------------
 
     def new_scores(self) -> list:
-        """Accumulators of S, one for each part of the keys, float32; see `to_float`."""
+        """Accumulators of S, one for each part of the keys, float32 or float16; see `to_float`."""
         shape = self.qk_mma().get_slice(0).partition_shape_C((self.cfg.tile_m, self.part_keys))
-        return [cute.make_rmem_tensor(shape, Float32) for _ in range(self.cfg.qk_splits)]
+        return [cute.make_rmem_tensor(shape, self.score_type) for _ in range(self.cfg.qk_splits)]
 
     def new_slots(self) -> list:
         """Registers for the parts of T = P V that are in flight; part i goes to slot i % pv_depth."""
@@ -371,7 +370,7 @@ class Fp8Policy(Fp8Softmax):
         A row without keys gives 0, and -inf or its sink. One with keys whose sum is 0 has left float32's range: NaN,
         not 0.
         """
-        reference, _, _, v_scale = state
+        reference, _, _, v_scale = state[:4]
         last = rows(out[len(out) - 1])
         # the loads for both rows first: they take longer than all the rest
         share = cute.make_rmem_tensor(2, Float32)
@@ -385,7 +384,7 @@ class Fp8Policy(Fp8Softmax):
             inverse = v_scale[0] * cute.arch.rcp_approx(total)  # 0 * inf below: NaN
             ref = reference[r]
             if const_expr(self.code):
-                ref = (Float32(CODE_BIAS) - ref * Float32(1.0 / CODE_UNIT)) * Float32(0.125)
+                ref = self.octaves_of(ref)
             if const_expr(self.cfg.sinks):
                 total = Float32.nan if total == Float32(0.0) else total
                 total = Float32(0.0) if empty else total
@@ -422,3 +421,7 @@ class Fp8Policy(Fp8Softmax):
         if const_expr(not self.cfg.softcap):  # scores lack it
             sink = sink if empty else sink - share
         return sink * Float32(LOG2_E)
+
+
+class HalfPolicy(HalfSoftmax, Fp8Policy):
+    """`Fp8Policy` with scores in float16."""

@@ -35,6 +35,7 @@ from ..common.mask import ROW_STEP
 from ..common.scores import rows, subtract_distance, tanh_of
 from ..config import (
     CODE_BIAS,
+    CODE_LSE_BIAS,
     CODE_MAX,
     CODE_UNIT,
     FIRST_ABOVE,
@@ -85,8 +86,11 @@ class Fp8Softmax:
     def __init__(self, cfg: FwdConfig):
         self.cfg = cfg
         self.part_keys = cfg.tile_n // cfg.qk_splits
-        self.code = cfg.p_rounding == "code"
+        self.code = cfg.by_code
         self.lift = LIFT[cfg.p_rounding]
+        self.lse_bias = CODE_LSE_BIAS if self.code else 0.0
+        # what the softmax wants folded into q_scale besides softmax_scale * log2(e)
+        self.score_unit = 8.0 * CODE_UNIT if self.code else 1.0
 
     def new_pairs(self) -> cute.Tensor:
         """Codes of one tile, two in a register (not used by exp2)."""
@@ -105,6 +109,11 @@ class Fp8Softmax:
         rescale.fill(1.0)
         guard.fill(GUARD_UNSET)
         return reference, rescale, guard, cute.make_rmem_tensor(1, Float32)
+
+    @cute.jit
+    def octaves_of(self, reference: Float32) -> Float32:
+        """m of what the state holds, by code."""
+        return (Float32(CODE_BIAS) - reference * Float32(1.0 / CODE_UNIT)) * Float32(0.125)
 
     @cute.jit
     def adjust(
