@@ -100,8 +100,7 @@ def decode_config(
     Half a tile of 16 rows, or as many tiles as there are, up to what O may take of the registers: 256 columns in all,
     or 128 where scales of tokens or pages, and changes of scores, want theirs; half a tile of the widest heads where
     rows have ends and both changes. The ring is as deep as shared memory allows for two CTAs on an SM, or, where that
-    is less than three stages, for one, at the worst of half the warps. Narrow codes without pages have one CTA of twice
-    the warps: as many as of two, in half as many shares.
+    is less than three stages, for one, at the worst of half the warps.
     """
     changed = row_ends and (softcap or alibi)
     wide = max(head_dim, head_dim_v)
@@ -134,9 +133,6 @@ def decode_config(
         (4, 1, 2),
         (2, 1, 2),
     ]  # warps, CTAs on an SM, stages at least
-    light = config.fp8 and head_dim + head_dim_v < LIGHT_CODES
-    if light and config.lean and arch == "sm_90a":
-        ways = [(8, 1, LEAST_STAGES), *ways]
     for warps, ctas, least in ways:
         limit = min(SM80_ARCHS[arch].smem_bytes // ctas - _RESERVED, SMEM_LIMIT)
         for stages in range(MOST_STAGES, least - 1, -1):
@@ -172,10 +168,25 @@ def narrow(config: DecodeConfig) -> DecodeConfig | None:
     return None
 
 
+def wide(config: DecodeConfig) -> DecodeConfig | None:
+    """The kernel of eight warps, one CTA on an SM, for narrow codes in even shares; None where there is none.
+
+    It has as many warps as two CTAs of four, and half as many parts to add up.
+    """
+    light = config.fp8 and config.head_dim + config.head_dim_v < LIGHT_CODES
+    if config.arch != "sm_90a" or not light or not config.lean:
+        return None
+    limit = min(SM80_ARCHS[config.arch].smem_bytes - _RESERVED, SMEM_LIMIT)
+    for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
+        chosen = dataclasses.replace(config, warps=8, stages=stages)
+        if chosen.smem_bytes <= limit:
+            return chosen
+    return None
+
+
 def kernels(config: DecodeConfig) -> list[DecodeConfig]:
     """All that calls of a configuration may take, by their shapes."""
-    other = narrow(config)
-    return [config] if other is None else [config, other]
+    return [config, *(other for other in (narrow(config), wide(config)) if other is not None)]
 
 
 def heads_in_step(config: DecodeConfig, heads_k: int) -> int:
@@ -249,7 +260,9 @@ def chosen(
     """The kernel and how to share out its work; arguments as those of `shares`.
 
     A CTA for each unit of an e4m3 cache without pages where sequences are short and the last round of CTAs over the
-    SMs is nearly full. It hangs on shapes alone: a graph may be replayed with other lengths.
+    SMs is nearly full. CTAs of eight warps where they are sure to begin and end with units, or have few tiles; where
+    sequences of unlike length are shared out evenly, theirs begin within units, and each that does costs eight warps a
+    start. All of it hangs on shapes alone: a graph may be replayed with other lengths.
     """
     units = batch * heads_k * -(-rows // config.rows)
     keys = capacity if seen is None else seen[1] - seen[0]
@@ -263,6 +276,11 @@ def chosen(
                 return other, Shares(units, 1, 1, 0)
         if not light and _full_rounds(config, units, sms):
             return config, Shares(units, 1, 1, 0)
+    other = wide(config)
+    if other is not None and num_splits == 0:
+        tiles = units * -(-keys // other.tile_keys)
+        if batch == 1 or seen is not None or tiles <= SHORT * sms:
+            config = other
     return config, shares(config, batch, heads_k, rows, capacity, num_splits, sms, seen)
 
 

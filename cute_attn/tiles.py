@@ -262,6 +262,17 @@ TILES: Final = (
     Tile(
         head_dim=256,
         head_dim_v=256,
+        causals=(False,),
+        p_roundings=("half",),
+        tile_n=128,
+        qk_splits=2,
+        pv_part=128,
+        cluster=2,
+        why=f"{_LARGE}; scores in float16 leave room for P V of 128 columns at a time; {_HALVES}",
+    ),
+    Tile(
+        head_dim=256,
+        head_dim_v=256,
         windows=(False,),
         p_roundings=_BY_CODE,
         tile_n=128,

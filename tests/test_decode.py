@@ -580,10 +580,20 @@ def test_ctas_where_shares_are_even(
         (256, 128, 8, 1024, {}, 4, 1024),
         (64, 128, 8, 1024, {}, 1, 1024),
         (64, 128, 32, 1024, {}, 1, 4096),
-        (64, 16, 8, 1024, {}, 8, 0),
+        (64, 16, 8, 1024, {}, (8, 8), 0),
+        (
+            64,
+            16,
+            8,
+            8192,
+            {},
+            (4, 8),
+            0,
+        ),  # even shares of lengths that only the device knows begin within units
+        (64, 1, 8, 131072, {}, (8, 8), 0),
         (128, 128, 8, 1024, {"query": "e4m3", "sinks": True, "leftpad": True, "batch_idx": True}, 1, 1024),
         (128, 128, 8, 1024, {"softcap": True}, 4, 1024),
-        (64, 128, 8, 1024, {"softcap": True}, 8, 0),
+        (64, 128, 8, 1024, {"softcap": True}, (4, 8), 0),
         (128, 128, 8, 1024, {"page_size": 64}, 4, 0),
         (128, 128, 8, 1024, {"arch": "sm_89"}, 4, 0),
         (128, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 4, 0),
@@ -593,17 +603,25 @@ def test_ctas_where_shares_are_even(
 )
 @pytest.mark.parametrize("known", [False, True])
 def test_many_short_units_have_a_cta_each(
-    dim: int, batch: int, heads_k: int, keys: int, form: dict[str, Any], warps: int, units: int, known: bool
+    dim: int,
+    batch: int,
+    heads_k: int,
+    keys: int,
+    form: dict[str, Any],
+    warps: int | tuple[int, int],
+    units: int,
+    known: bool,
 ) -> None:
     config = decode_plan.decode_config(dim, dim, "bf16", **{"rows": 8, **OF_CODES, **form})
     seen = (capacity := 100000, capacity + keys) if known else None
     shape = (batch, heads_k, 8, keys if seen is None else 2 * capacity, 0, 132, seen)
     kernel, plan = decode_plan.chosen(config, *shape)
-    assert kernel.warps == warps and kernel in decode_plan.kernels(config)
+    assert kernel.warps == (warps[known] if isinstance(warps, tuple) else warps)
+    assert kernel in decode_plan.kernels(config)
     if units:
         assert plan == Shares(units, 1, 1, 0)  # no combining kernel, whatever the lengths are
     else:
-        assert (kernel, plan) == (config, decode_plan.shares(config, *shape))
+        assert plan == decode_plan.shares(kernel, *shape)
     assert decode_plan.chosen(config, batch, heads_k, 8, keys, 2, 132)[0] == config
 
 
@@ -614,21 +632,20 @@ def test_narrow_codes_want_all_ctas_that_an_sm_holds() -> None:
         assert decode_plan.even_splits(config, 8, tiles, 132) == splits
 
 
-def test_narrow_codes_without_pages_have_one_cta_of_all_warps() -> None:
+def test_kernels_of_one_and_of_eight_warps() -> None:
     for form, warps in (
-        ({"rows": 1}, 8),
-        ({"rows": 16, "softcap": True}, 8),
-        ({"rows": 32}, 4),
-        ({"page_size": 16}, 4),
-        ({"arch": "sm_89"}, 4),
+        ({"rows": 1}, [4, 1, 8]),
+        ({"rows": 16, "softcap": True}, [4, 8]),
+        ({"rows": 32}, [4]),
+        ({"page_size": 16}, [4]),
+        ({"arch": "sm_89"}, [4]),
     ):
         config = decode_plan.decode_config(64, 64, "bf16", **{**OF_CODES, **form})
-        assert config.warps == warps
-    config = decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES)
-    assert decode_plan.ctas_per_sm(config) == 1
-    assert decode_plan.shares(config, 16, 8, 8, 8192, 0, 132) == Shares(128, 0, 2, 256, 2)
-    other = decode_plan.narrow(config)
-    assert other is not None and other.warps == 1 and 12 * (other.smem_bytes + 1024) <= 228 << 10
+        assert [kernel.warps for kernel in decode_plan.kernels(config)] == warps
+    _, narrow, wide = decode_plan.kernels(decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES))
+    assert 12 * (narrow.smem_bytes + 1024) <= 228 << 10
+    assert decode_plan.ctas_per_sm(wide) == 1
+    assert decode_plan.shares(wide, 16, 8, 8, 8192, 0, 132) == Shares(128, 0, 2, 256, 2)
 
 
 def test_even_shares_are_even() -> None:

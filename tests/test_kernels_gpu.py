@@ -67,6 +67,8 @@ P_STEP = 0.086
 # Largest error of lse by the least number of visible keys, whose errors average out: a third above what the
 # emulator has on the shapes below.
 LSE_ERROR = {128: 3e-2, 500: 1.5e-2}
+# Likewise of scores in float16, above an emulator that cuts them off after every 32 columns, as the tensor core may.
+HALF_LSE_ERROR = {128: 3e-2, 500: 1.8e-2}
 
 # batch, seqlen_q, seqlen_k, heads_q, heads_k
 Shape = tuple[int, int, int, int, int]
@@ -416,7 +418,7 @@ def check_forward(qkv: QuantizedQKV, config: FwdConfig, *, accumulator: str = "f
     doubled = exact_attention(qkv, config.causal, 2 * config.head_dim**-0.5)[1]
     check_lse(lse, emulated_lse, exact_lse, doubled, config.qk_dtype, where)
     lse_errors = (lse - exact_lse)[~empty].abs()
-    for least, allowed in LSE_ERROR.items():
+    for least, allowed in (HALF_LSE_ERROR if config.half_scores else LSE_ERROR).items():
         many = lse_errors[keys[~empty] >= least]
         assert many.numel() == 0 or many.max().item() <= allowed, f"{where}: lse of {least} keys and more"
     return error

@@ -109,10 +109,10 @@ def line_columns(columns: int) -> int:
 BARRIER_BYTES: Final = 240  # of shared memory, at most, in front of all else: barriers, and where tiles are
 
 
-def aligned_bytes(*parts: int, words: int = 0) -> int:
-    """Bytes of tiles in shared memory, behind barriers and `words` of 4 bytes; swizzle atoms repeat every 1 KiB at
-    most."""
-    return sum(-(-part // 1024) * 1024 for part in (BARRIER_BYTES + 4 * words, *parts))
+def aligned_bytes(*parts: int, words: int = 0, barriers: int = BARRIER_BYTES) -> int:
+    """Bytes of tiles in shared memory, behind `barriers` bytes and `words` of 4 bytes; swizzle atoms repeat every 1 KiB
+    at most."""
+    return sum(-(-part // 1024) * 1024 for part in (barriers + 4 * words, *parts))
 
 
 @dataclass(frozen=True)

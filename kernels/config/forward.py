@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .common import (
+    BARRIER_BYTES,
     HEAD_DIMS,
     HEAD_DIMS_16BIT,
     K_SCALE_GROUP,
@@ -213,7 +214,9 @@ class FwdConfig(_Forward):
         k = self.kv_stages * self.tile_n * self.head_dim_padded
         v = self.kv_stages * self.tile_n * (self.head_dim_v + SUM_ROWS)
         o = self.tile_m * self.head_dim_v * 2
-        return aligned_bytes(q, k, v, o, words=self.side_words)
+        # a pair for each stage of Q, K and V, and for where a tile is; and two places
+        barriers = BARRIER_BYTES if self.varlen else 16 * (q_stages + 2 * self.kv_stages + 1) + 64
+        return aligned_bytes(q, k, v, o, words=self.side_words, barriers=barriers)
 
     def check(self) -> None:
         """Raise ValueError where the configuration cannot be built; the message names the limit."""
