@@ -32,7 +32,6 @@ class Bwd16Config:
     # Of a step's blocks of 16 queries, those whose dV and dK run under the arithmetic of the others; 0: no such parts
     first_blocks: int = 0
     rotate: bool = False  # without a mask, key tiles begin at different queries, see scheduler.visited
-    late_dk: bool = False  # dK is issued when dV is complete, not at once behind dQ
     dq_direct: bool = False  # dQ goes to memory from registers, not through shared memory
     deterministic: bool = False  # key tiles add to dQ in their order
     varlen: bool = False  # sequences of unlike length, their rows behind one another
@@ -114,7 +113,7 @@ class Bwd16Config:
         mask += "".join(f"_{name}" for name in ("softcap", "alibi", "varlen") if getattr(self, name))
         stages = f"q{self.q_stages}o{self.do_stages}s{self.ds_stages}"
         stages += f"f{self.first_blocks}" * bool(self.first_blocks)
-        stages += "_rotate" * self.rotate + "_late" * self.late_dk
+        stages += "_rotate" * self.rotate
         stages += "_shared" * self.shared_keys + "_direct" * self.dq_direct
         stages += "_deterministic" * self.deterministic
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"

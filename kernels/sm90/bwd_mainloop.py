@@ -512,13 +512,9 @@ class BwdMainloop:
         else:
             dq_a = dq_a[None, None, None, ds_stage]
         self.issue(self.dq_mma(), dq, dq_a, dq_b, False)
-        if const_expr(cfg.late_dk):
-            wg.wait_group(1)  # dV is complete
-            self.release(pipe_do, state_do)  # all threads: they read this dO and D no more
         self.issue_gradient(dk, words_ds, dk_operands, stages_k, cfg.dk_part, rest)
-        if const_expr(not cfg.late_dk):
-            wg.wait_group(2)  # dV is complete
-            self.release(pipe_do, state_do)  # likewise
+        wg.wait_group(2)  # dV is complete
+        self.release(pipe_do, state_do)  # all threads: they read this dO and D no more
         wg.wait_group(1)  # dQ is complete
         if const_expr(cfg.dq_direct):
             turn = self.turn(m, place, g_turns, warpgroup)
