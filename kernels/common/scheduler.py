@@ -177,17 +177,6 @@ def query_blocks(n_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window, cfg: 
 
 
 @cute.jit
-def visited(i: Int32, blocks, n_block: Int32, cfg: Bwd16Config) -> Int32:
-    """Query block of visit i of key tile n_block, blocks[0] <= i < blocks[3] of `query_blocks`. With `rotate` each key
-    tile of a head begins behind the one before, so that they add to different query blocks of the sum of dQ."""
-    if cutlass.const_expr(cfg.rotate):
-        count = blocks[3] - blocks[0]
-        i = i + cutlass.min(n_block, count - 1)
-        i = i - count if i >= blocks[3] else i
-    return i
-
-
-@cute.jit
 def first_key_block(m: Int32, place, cfg: Bwd16Config) -> Int32:
     """First key block that has query block m among its `query_blocks`; place[2:4] is (seqlen_k - seqlen_q, left)."""
     first = Int32(0)

@@ -31,7 +31,6 @@ class Bwd16Config:
     shared_keys: bool = False
     # Of a step's blocks of 16 queries, those whose dV and dK run under the arithmetic of the others; 0: no such parts
     first_blocks: int = 0
-    rotate: bool = False  # without a mask, key tiles begin at different queries, see scheduler.visited
     dq_direct: bool = False  # dQ goes to memory from registers, not through shared memory
     deterministic: bool = False  # key tiles add to dQ in their order
     varlen: bool = False  # sequences of unlike length, their rows behind one another
@@ -113,7 +112,6 @@ class Bwd16Config:
         mask += "".join(f"_{name}" for name in ("softcap", "alibi", "varlen") if getattr(self, name))
         stages = f"q{self.q_stages}o{self.do_stages}s{self.ds_stages}"
         stages += f"f{self.first_blocks}" * bool(self.first_blocks)
-        stages += "_rotate" * self.rotate
         stages += "_shared" * self.shared_keys + "_direct" * self.dq_direct
         stages += "_deterministic" * self.deterministic
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
@@ -156,10 +154,6 @@ class Bwd16Config:
         last = 0 if self.softcap or self.shared_keys else self.tile_m // 16 - 1
         if not 0 <= self.first_blocks <= last:
             raise ValueError(f"first_blocks must be from 0 to {last}, got {self.first_blocks}")
-        if self.rotate and (self.causal or self.window or self.alibi or self.deterministic):
-            raise ValueError(
-                "rotate excludes causal, window, alibi and deterministic, which count queries in order"
-            )
         accumulators = (self.dk_part + self.dv_part) // 2  # of a thread
         if accumulators > 128:
             raise ValueError(

@@ -52,7 +52,7 @@ from cutlass.memory import SmemAllocator
 
 from ..any.bwd_passes import BwdEpilogue, BwdPrologue
 from ..common.pointers import aligned
-from ..common.scheduler import key_block_coord, key_block_order, query_blocks, visited
+from ..common.scheduler import key_block_coord, key_block_order, query_blocks
 from ..common.varlen import (
     FAR,
     first_slot,
@@ -340,8 +340,7 @@ class Bwd16Main:
                     lse2, d_rows = [
                         self.from_slot(x[entry, head, None], slot * tile_m) for x in (m_lse2, m_d_rows)
                     ]
-                    for i in cutlass.range(blocks[0], blocks[3], unroll=1):
-                        m = visited(i, blocks, n_block, cfg)
+                    for m in cutlass.range(blocks[0], blocks[3], unroll=1):
                         state_q = self.load(
                             m, (atom_q, tq_s, tq_g), (s_lse2, lse2), of_queries, pipes[0], state_q
                         )

@@ -43,7 +43,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp
 from cutlass.cute.nvgpu import warpgroup as wg
 
 from ..common.pointers import aligned
-from ..common.scheduler import first_key_block, visited
+from ..common.scheduler import first_key_block
 from ..common.scores import rows
 from ..common.turns import await_turn, end_turn
 from ..config import Bwd16Config
@@ -390,8 +390,7 @@ class BwdMainloop:
         """Send part `part` of dQ of all query tiles of one query head. Called by one whole warp, whose first thread
         waits for each reduction to have read shared memory, also for the last one, as the CTA's memory must outlive it.
         The consumers go over the same tiles, so that every arrival is waited for once."""
-        for i in cutlass.range(blocks[0], blocks[3], unroll=1):
-            m = visited(i, blocks, place[5], self.cfg)
+        for m in cutlass.range(blocks[0], blocks[3], unroll=1):
             # the warp arrives, the consumers wait: what was read before, at first nothing, may be written over
             cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_FREE + part, number_of_threads=160)
             turn = self.turn(m, place, g_turns, part)
