@@ -5,9 +5,6 @@ to a multiple of tile_m; and zeros for the sum of dQ and its turns. Behind (`Bwd
 rounded to 16 bits and brought from the order of accumulators into rows. Both are bound by bandwidth; a CTA takes tile_m
 rows of one head, of a slot where there are sequences of unlike length (common/varlen.py). Rows of no sequence, before
 the first and behind the last, have no slot: the pass before clears their gradients.
-
-Both go backwards over heads and tiles, and the main kernel forwards: what one of the three has touched last, the next
-finds in the L2 cache.
 """
 
 from __future__ import annotations
@@ -87,9 +84,8 @@ class BwdPrologue:
         cfg = self.cfg
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        batches, heads, blocks, _ = m_dq_sum.shape
-        index = blocks * heads * batches - 1 - cta
-        block, head, batch = index % blocks, index // blocks % heads, index // blocks // heads
+        _, heads, blocks, _ = m_dq_sum.shape
+        block, head, batch = cta % blocks, cta // blocks % heads, cta // blocks // heads
         first, end = Int32(0), m_out.shape[1]  # with `varlen`, row of the block, and of the sequence's end
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
@@ -187,9 +183,8 @@ class BwdEpilogue:
         cfg = self.cfg
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        batches, heads, blocks, _ = m_dq_sum.shape
-        index = blocks * heads * batches - 1 - cta
-        block, head, batch = index % blocks, index // blocks % heads, index // blocks // heads
+        _, heads, blocks, _ = m_dq_sum.shape
+        block, head, batch = cta % blocks, cta // blocks % heads, cta // blocks // heads
         storage = SmemAllocator().allocate(self.storage)
         tile = storage.tile.get_tensor(cute.make_layout((cfg.tile_m, cfg.qk_columns), stride=(self.pitch, 1)))
         source = m_dq_sum[batch, head, block, None]
