@@ -361,8 +361,6 @@ def test_names_tell_configurations_apart() -> None:
         {"deterministic": True},
         {"varlen": True},
         {"first_blocks": 2},
-        {"rotate": True},
-        {"late_dk": True},
         {"consumer_regs": 232},
     ]
     assert len({replace(good, **changed).name for changed in changes}) == len(changes)
