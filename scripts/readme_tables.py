@@ -73,10 +73,10 @@ def forward_longest() -> list[str]:
 def by_length(rows: pd.DataFrame, text: Callable[[pd.DataFrame], str]) -> list[str]:
     """A column for each length, in it what `text` makes of the rows of one cell."""
     lengths = sorted(set(rows["seqlen_k"]))
-    lines = [
-        [name, *(text(group[group["seqlen_k"] == length]) for length in lengths)]
-        for name, group in cells(rows)
-    ]
+    lines = []
+    for name, group in cells(rows):
+        found = [group[group["seqlen_k"] == length] for length in lengths]
+        lines.append([name, *("-" if cell.empty else text(cell) for cell in found)])
     return table(["head_dim, mask", *(f"{length:,}" for length in lengths)], lines)
 
 
@@ -98,15 +98,14 @@ def calls_over_best(cell: pd.DataFrame) -> str:
 
 
 def counters(cell: pd.DataFrame) -> str:
-    """fp8 over the best peer; shares of the tensor pipe, ours / FlashAttention-3's; of the issue slots."""
+    """fp8 over the best peer; shares of the tensor pipe, fp8 / accurate; of the issue slots."""
     like = {name: cell[name].iloc[0] for name in ("head_dim", "causal", "seqlen_k")}
     timed = rows_of("forward_grid", dtype="fp8", **like)
     best = tflops(timed[timed["provider"] != OURS])
-    ours = cell[(cell["provider"] == OURS) & (cell["recipe"] == "fp8")].iloc[0]
-    fa3 = cell[cell["provider"] == "fa3"].iloc[0]
+    fp8, accurate = (cell[cell["recipe"] == recipe].iloc[0] for recipe in RECIPES)
     return (
-        f"{tflops(timed[timed['recipe'] == 'fp8']) / best:.2f}; {ours['tensor_pct']:.0f} / {fa3['tensor_pct']:.0f}; "
-        f"{ours['issue_pct']:.0f}"
+        f"{tflops(timed[timed['recipe'] == 'fp8']) / best:.2f}; {fp8['tensor_pct']:.0f} / "
+        f"{accurate['tensor_pct']:.0f}; {fp8['issue_pct']:.0f} / {accurate['issue_pct']:.0f}"
     )
 
 
