@@ -43,9 +43,7 @@ EVEN: Final = 15 / 16  # of the SMs, or of what they hold, that even shares leav
 LIGHT_CODES: Final = 256  # bytes of a key and its value in e4m3 from which one CTA on an SM is enough
 SHORT: Final = 8  # tiles of a CTA up to which one CTA on an SM is enough for every kernel
 WHOLE_KEYS: Final = 2048  # up to which a unit has a CTA, which one warp is busy with for about 70 us
-NARROW_ROUNDS: Final = (
-    2  # over the SMs; of more, starts and ends are spread in time with CTAs of four warps, too
-)
+NARROW_ROUNDS: Final = 2  # over the SMs; of more, those of four warps begin and end at different times, too
 LINE: Final = 128  # bytes of a line of L2, which a copy of a part of it loads whole
 
 
@@ -127,19 +125,21 @@ def decode_config(
         leftpad=leftpad,
         arch=arch,
     )
-    ways = [
-        (4, 2, LEAST_STAGES),
-        (4, 1, LEAST_STAGES),
-        (4, 1, 2),
-        (2, 1, 2),
-    ]  # warps, CTAs on an SM, stages at least
-    for warps, ctas, least in ways:
-        limit = min(SM80_ARCHS[arch].smem_bytes // ctas - _RESERVED, SMEM_LIMIT)
-        for stages in range(MOST_STAGES, least - 1, -1):
-            chosen = dataclasses.replace(config, warps=warps, stages=stages)
-            if chosen.smem_bytes <= limit:
-                return chosen
+    for warps, ctas, least in ((4, 2, LEAST_STAGES), (4, 1, LEAST_STAGES), (4, 1, 2), (2, 1, 2)):
+        found = _deepest(config, warps, ctas, least)
+        if found is not None:
+            return found
     raise AssertionError("two warps with two stages fit in every architecture's shared memory")
+
+
+def _deepest(config: DecodeConfig, warps: int, ctas: int, least: int = LEAST_STAGES) -> DecodeConfig | None:
+    """`config` with CTAs of `warps` and the deepest ring of which an SM holds `ctas`; None below `least` stages."""
+    limit = min(SM80_ARCHS[config.arch].smem_bytes // ctas - _RESERVED, SMEM_LIMIT)
+    for stages in range(MOST_STAGES, least - 1, -1):
+        found = dataclasses.replace(config, warps=warps, stages=stages)
+        if found.smem_bytes <= limit:
+            return found
+    return None
 
 
 def ctas_per_sm(config: DecodeConfig) -> int:
@@ -160,12 +160,7 @@ def narrow(config: DecodeConfig) -> DecodeConfig | None:
     columns = config.head_dim + config.head_dim_v
     if columns > LIGHT_CODES:
         return None
-    held = 12 if columns <= LIGHT_CODES // 2 else 8
-    for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
-        chosen = dataclasses.replace(config, warps=1, stages=stages)
-        if held * (chosen.smem_bytes + _RESERVED) <= SM80_ARCHS[config.arch].smem_bytes:
-            return chosen
-    return None
+    return _deepest(config, 1, 12 if columns <= LIGHT_CODES // 2 else 8)
 
 
 def wide(config: DecodeConfig) -> DecodeConfig | None:
@@ -176,12 +171,7 @@ def wide(config: DecodeConfig) -> DecodeConfig | None:
     light = config.fp8 and config.head_dim + config.head_dim_v < LIGHT_CODES
     if config.arch != "sm_90a" or not light or not config.lean:
         return None
-    limit = min(SM80_ARCHS[config.arch].smem_bytes - _RESERVED, SMEM_LIMIT)
-    for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
-        chosen = dataclasses.replace(config, warps=8, stages=stages)
-        if chosen.smem_bytes <= limit:
-            return chosen
-    return None
+    return _deepest(config, 8, 1)
 
 
 def kernels(config: DecodeConfig) -> list[DecodeConfig]:

@@ -90,9 +90,11 @@ from cute_attn.kernels.config import (
     FIRST_ABOVE,
     HALF_BIAS,
     HALF_LSE_BIAS,
+    HALF_MAX,
     HALF_SHIFT_MAX,
     HALF_SMALLEST_FACTOR,
     HALF_UNSET_SHIFT,
+    HALF_WIDE,
     LIFT,
     ROUND_LIMIT,
     SMALLEST_FACTOR,
@@ -105,8 +107,6 @@ __all__ = ["emulate_forward", "p_code"]
 
 _LOG2_E: Final = math.log2(math.e)
 _SLICE: Final = 32  # k extent of one 8-bit tensor-core instruction
-_HALF_MAX: Final = 65504.0
-_WIDE: Final = 32768.0
 _ALIGNED_BITS: Final = 13  # fraction bits that survive alignment in Hopper's FP8 accumulator
 
 # Elements of the largest temporary of one tile step; bounds the memory and keeps CPU caches useful.
@@ -584,14 +584,14 @@ def _half_codes(
         drop = (8.0 * octaves).nan_to_num(0.0).clamp(0.0, 255.0).to(torch.uint8).unsqueeze(-1)
         codes[..., :first] = torch.maximum(codes[..., :first], drop) - drop
 
-        wide = f > _HALF_MAX  # as a float16 it would be infinite
+        wide = f > HALF_MAX  # as a float16 it would be infinite
         apart = (shift.abs() > HALF_SHIFT_MAX) | wide
         v = _fma(s, f.unsqueeze(-1), shift.unsqueeze(-1))
         if bool(apart.any()):
             # Relative to the largest key, whose own place must not depend on how huge it is.
             place = torch.where(octaves.abs() >= ROUND_LIMIT, HALF_BIAS, top - fall).half().float()
-            times = torch.where(wide, _WIDE, 1.0)
-            narrow = torch.where(wide, (f / _WIDE).clamp(max=_HALF_MAX), f).half().float()
+            times = torch.where(wide, HALF_WIDE, 1.0)
+            narrow = torch.where(wide, (f / HALF_WIDE).clamp(max=HALF_MAX), f).half().float()
             behind = (s - most.masked_fill(~seen, 0.0).unsqueeze(-1)).half()
             behind = (behind.float() * times.unsqueeze(-1)).half().float()
             v = torch.where(apart.unsqueeze(-1), _fma(behind, narrow.unsqueeze(-1), place.unsqueeze(-1)), v)

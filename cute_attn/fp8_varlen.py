@@ -258,7 +258,7 @@ def choose(
     causal = (left, right) == (-1, 0)
     window = not causal and (left, right) != (-1, -1)
     seqlen_q, seqlen_k = (-(-total // max(batch, 1)) for total in (total_q, total_k))
-    rounding = tiles.rounding_of(recipe, features.softcap > 0 or features.alibi)
+    rounding = tiles.rounding_of(recipe, features.adjusts)
     key = (head_dim, head_dim_v, recipe.qk_dtype, causal, rounding)
     tile = tiles.find_tile(*key, seqlen_k, window)
     pack_gqa, _ = plan.choose_pack_gqa(heads_q // heads_k, seqlen_q, tile.tile_m, True)

@@ -20,7 +20,7 @@ from cute_attn.validate import check_backend
 
 WARPGROUP_ROWS: Final = 64  # query rows of a consumer warpgroup; packed, it holds whole packs of heads
 
-BREAK_EVEN_KEYS: Final = 4096
+BREAK_EVEN_KEYS: Final = 2048
 """Keys of full self-attention from which quantising and attending in one call beats the best 16-bit kernel on an
 H200 (perf/records/whole_call.json). Quantising costs what reading and writing the operands once costs."""
 
@@ -217,8 +217,7 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
             if causal
             else f"the window {features.window} hides no key"
         )
-    adjusts = features.softcap > 0 or features.alibi
-    rounding = rounding_of(recipe, adjusts)
+    rounding = rounding_of(recipe, features.adjusts)
     key = (problem.head_dim, problem.head_dim_v, recipe.qk_dtype, causal, rounding)
     tile = find_tile(*key, problem.seqlen_k, window)
     reasons.append(f"tile {tile.tile_m} x {tile.tile_n}: {tile.why}")
@@ -226,7 +225,7 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
         reasons.append(f"tiles of keys outside the window {problem.ends} are not visited")
     if rounding == "half":
         reasons.append("codes of Q and K are small enough for Q K^T to be summed in float16")
-    if adjusts:
+    if features.adjusts:
         reasons.append("softcap and ALiBi change scores one by one, before P is made of them")
     group = problem.heads_q // problem.heads_k
     pack_gqa, why_pack = choose_pack_gqa(group, problem.seqlen_q, tile.tile_m)

@@ -33,6 +33,11 @@ class Features:
     alibi: bool = False
     sinks: bool = False
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether scores are changed one by one, beside the mask."""
+        return self.softcap > 0 or self.alibi
+
 
 NO_FEATURES: Final = Features()
 

@@ -9,6 +9,7 @@ A table is known by its first line; its text around stays as it is.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -23,10 +24,16 @@ RECIPES = {"fp8": "ours, fp8", "accurate": "ours, accurate"}
 LONGEST = 16384
 
 
+@functools.cache
+def rows_that_ran(record: str) -> pd.DataFrame:
+    """Of a record, read once."""
+    rows = pd.DataFrame(json.loads((ROOT / f"perf/records/{record}.json").read_text())["rows"])
+    return rows[rows["status"] == "ok"]
+
+
 def rows_of(record: str, **wanted: Any) -> pd.DataFrame:
     """Rows of a record that ran, with these values."""
-    rows = pd.DataFrame(json.loads((ROOT / f"perf/records/{record}.json").read_text())["rows"])
-    rows = rows[rows["status"] == "ok"]
+    rows = rows_that_ran(record)
     for name, value in wanted.items():
         rows = rows[rows[name] == value]
     return rows

@@ -282,7 +282,9 @@ def check(lengths: Lengths, config: FwdConfig, to_the_bit: bool = False, sms: in
         assert not len(bad), f"{where}: {len(bad)} rows not finite, first (row, head) {bad[0].tolist()}"
         assert torch.equal(my_lse == -math.inf, exact_lse == -math.inf), where
         doubled = doubled_lse(qkv, options)[0]
-        check_lse(my_lse, emulated_lse, exact_lse, doubled, config.qk_dtype, where, seqlen_k)
+        check_lse(
+            my_lse, emulated_lse, exact_lse, doubled, config.qk_dtype, where, seqlen_k, config.half_scores
+        )
         off = rms(mine - emulated) / max(rms(exact), 1e-30)
         worst = max(worst, (off, where))
         errors += (mine - exact).square().sum().item()

@@ -416,7 +416,7 @@ def check_forward(qkv: QuantizedQKV, config: FwdConfig, *, accumulator: str = "f
     keys = rows.clamp(max=qkv.seqlen_k) if config.causal else torch.full_like(rows, qkv.seqlen_k)
     keys = keys.expand_as(lse)
     doubled = exact_attention(qkv, config.causal, 2 * config.head_dim**-0.5)[1]
-    check_lse(lse, emulated_lse, exact_lse, doubled, config.qk_dtype, where)
+    check_lse(lse, emulated_lse, exact_lse, doubled, config.qk_dtype, where, half=config.half_scores)
     lse_errors = (lse - exact_lse)[~empty].abs()
     for least, allowed in (HALF_LSE_ERROR if config.half_scores else LSE_ERROR).items():
         many = lse_errors[keys[~empty] >= least]

@@ -64,6 +64,10 @@ HALF_LSE_BIAS = CODE_LSE_BIAS + (HALF_BIAS - CODE_BIAS) / 8.0 * math.log(2.0)
 HALF_UNSET_SHIFT = HALF_BIAS + 1.0
 HALF_SHIFT_MAX = 16384.0
 HALF_SMALLEST_FACTOR = 2.0**-24
+HALF_MAX = 65504.0  # largest float16
+HALF_WIDE = (
+    32768.0  # a unit of scores that float16 does not hold is taken in two factors, of which this is one
+)
 SMALLEST_FACTOR = 2.0**-126  # of a score: zero would make NaN of a masked one
 
 

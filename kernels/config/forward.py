@@ -241,7 +241,10 @@ class FwdConfig(_Forward):
         if self.tile_n % self.qk_splits or part % K_SCALE_GROUP:
             raise ValueError(f"qk_splits must leave a multiple of {K_SCALE_GROUP} keys, got {self.qk_splits}")
         if self.half_scores and (self.qk_dtype != "e4m3" or self.adjusts):
-            raise ValueError("p_rounding 'half' wants qk_dtype 'e4m3', and neither softcap nor ALiBi")
+            raise ValueError(
+                "p_rounding must not be 'half' but for qk_dtype 'e4m3' without softcap and ALiBi, got qk_dtype "
+                f"{self.qk_dtype!r}, softcap {self.softcap}, alibi {self.alibi}"
+            )
         if not self.by_code and self.qk_splits != 1:
             raise ValueError(f"qk_splits must be 1 with {self.p_rounding!r}: its maximum is over the tile")
         self._check_varlen()

@@ -8,9 +8,9 @@ The quantiser keeps codes so small that no sum leaves float16's range (`narrow_m
     v    = relu(S * f + b)         f = float16(8 * s), b = HALF_BIAS - 8 m, a multiple of 8 up to 16384, so exact
     code = v + 1024, low byte      halves from 1024 on have a last bit of 1
 
-A score is rounded by 2^-11 of its size for each 32 columns, its unit f by 2^-12; e4m3 operands rounded it by 2^-5 of
-theirs before. A row whose b is larger than that, and a unit that float16 cannot hold, takes the slow path in float32 at
-every check: its numbers there are not finite, or it is marked so.
+A score is rounded by 2^-11 of its size for each 32 columns, its unit f by 2^-11 once; rounding to e4m3 blurred it more
+(docs/numerics.md). A row whose b is larger than that is marked to take the slow path at every check, and a unit that
+float16 cannot hold takes it by its own bits. There codes are made of the difference to the largest score.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from ..config import (
     FIRST_ABOVE,
     HALF_BIAS,
     HALF_LSE_BIAS,
+    HALF_MAX,
     HALF_SHIFT_MAX,
     HALF_SMALLEST_FACTOR,
     HALF_UNSET_SHIFT,
+    HALF_WIDE,
     K_SCALE_GROUP,
     ROUND_LIMIT,
     FwdConfig,
@@ -35,8 +37,6 @@ from .operands import row_max
 from .softmax_fp8 import GUARD_BITS, GUARD_UNSET, Fp8Softmax, max_pair
 
 THOUSANDS = 0x64006400  # 1024 in both halves
-WIDE = 32768.0  # a unit that a half does not hold is this many times one that it does
-HALF_MAX = 65504.0
 GUARD_SET = (
     0x1B811B81  # added to a pair of codes above 1024, carries into a half's top bit iff its code is above 126
 )
@@ -47,14 +47,6 @@ def both(x: Float32) -> Uint32:
     """x in both halves."""
     return cute.arch.inline_ptx(
         "cvt.rn.f16x2.f32 {$w0}, {$r0}, {$r0};", write_only_types=[Uint32], read_only_args=[x]
-    )
-
-
-@cute.jit
-def relu_pair(a: Float32, b: Float32) -> Uint32:
-    """Two halves of a and b, negative ones 0."""
-    return cute.arch.inline_ptx(
-        "cvt.rn.relu.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[a, b]
     )
 
 
@@ -70,7 +62,7 @@ def fma_relu(s: Uint32, f: Uint32, b: Uint32) -> Uint32:
 def whole(v: Uint32) -> Uint32:
     """1024 + v rounded to an integer, for each half."""
     return cute.arch.inline_ptx(
-        "{ .reg .b32 thousands; mov.b32 thousands, 0x64006400; add.rn.f16x2 {$w0}, {$r0}, thousands; }",
+        f"{{ .reg .b32 thousands; mov.b32 thousands, {THOUSANDS}; add.rn.f16x2 {{$w0}}, {{$r0}}, thousands; }}",
         write_only_types=[Uint32],
         read_only_args=[v],
     )
@@ -221,8 +213,8 @@ class HalfSoftmax(Fp8Softmax):
             huge = cute.arch.fmax(octaves, -octaves) >= Float32(ROUND_LIMIT)
             place = Float32(HALF_BIAS) if huge else top - fall
             anchor = score if apart and seen else Float32(0.0)
-            spread = Float32(WIDE) if wide else Float32(1.0)
-            narrow = cute.arch.fmin(factor * Float32(1.0 / WIDE), Float32(HALF_MAX)) if wide else rounded
+            spread = Float32(HALF_WIDE) if wide else Float32(1.0)
+            narrow = cute.arch.fmin(factor * Float32(1.0 / HALF_WIDE), Float32(HALF_MAX)) if wide else rounded
             less, times, f, b = both(-anchor), both(spread), both(narrow), offset[r]
             b = both(place) if apart else b
             for i in cutlass.range_constexpr(count):
