@@ -18,8 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from cute_attn import validate
-from cute_attn.flash_autograd import _backward  # noqa: F401  # the operator of the gradient
+from cute_attn import flash_autograd, validate
 from cute_attn.problem import device_capability
 from cute_attn.quantize import Fp8Recipe, Rotary, check_rotary, resolve_recipe
 
@@ -160,7 +159,6 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     none = (None,) * (ctx.inputs - 5)
     if dout is None and dlse is None:
         return (None,) * 5 + none
-    dout = torch.zeros_like(out) if dout is None else dout
     *options, backend = ctx.options
     capability = device_capability(q.device)
     hopper = backend != "emulator" and capability is not None and capability[0] == 9
@@ -168,7 +166,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     if cos is not None:
         rotary = Rotary(cos, sin, ctx.interleaved)
         q, k = rotary.embed(q, first).to(q.dtype), rotary.embed(k).to(k.dtype)
-    dq, dk, dv, dsinks = torch.ops.cute_attn.flash_attn_backward(
+    dq, dk, dv, dsinks = flash_autograd.gradients(
         dout, dlse, q, k, v, out, lse, slopes, sinks, *options, "sm90" if hopper else "reference"
     )
     if cos is not None:  # a rotation's transpose is the rotation back
