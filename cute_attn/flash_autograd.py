@@ -88,12 +88,11 @@ def gradient_runs_directly(dout: Tensor, dlse: Tensor | None, out: Tensor, *save
         out: of the forward.
         saved: all else that is read.
     """
+    if torch.is_grad_enabled() or not runs_directly(dout, dlse, out, *saved):
+        return False
     kind = torch._C._dispatch_keys(out).raw_repr()
-    return (
-        not torch.is_grad_enabled()
-        and runs_directly(dout, dlse, out, *saved)
-        and torch._C._dispatch_keys(dout).raw_repr() == kind
-        and (dlse is None or torch._C._dispatch_keys(dlse).raw_repr() == kind)
+    return torch._C._dispatch_keys(dout).raw_repr() == kind and (
+        dlse is None or torch._C._dispatch_keys(dlse).raw_repr() == kind
     )
 
 

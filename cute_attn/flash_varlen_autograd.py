@@ -179,7 +179,8 @@ def _gradients(
         given = (q, k, v, out, lse, dout, dlse, cu_q, cu_k)
         dq, dk, dv, dsinks = reference_varlen_backward(*given, seqused_k=used, sinks=sinks, **options)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
-    from cute_attn.launch_backward import LOG2_E, Backward16
+    from cute_attn.launch import LOG2_E
+    from cute_attn.launch_backward import Backward16
 
     launch = plan.backward
     if launch is None:

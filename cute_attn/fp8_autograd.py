@@ -59,7 +59,7 @@ def attend(
             f"out_dtype is {out_dtype}, and a gradient is wanted; allowed: that of q, {q.dtype}, or None"
         )
     cos, sin, interleaved = rotary
-    return torch.ops.cute_attn.fp8_attention_forward(
+    given = (
         q,
         k,
         v,
@@ -79,6 +79,9 @@ def attend(
         *(r.name, r.qk_dtype, r.q_scale, r.k_scale, r.k_block),
         *(r.v_scale, r.rotation, r.rotation_seed, r.smooth_k, r.p_rounding),
     )
+    if flash_autograd.runs_directly(q, k, v, alibi_slopes, sinks, cos, sin):
+        return _Attend.apply(*given)
+    return torch.ops.cute_attn.fp8_attention_forward(*given)
 
 
 # Fields of `Fp8Recipe`, in their order.
@@ -88,14 +91,7 @@ _RECIPE: Final = (
 )
 
 
-@torch.library.custom_op(
-    "cute_attn::fp8_attention_forward",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? sinks, Tensor? rotary_cos, "
-    "Tensor? rotary_sin, bool rotary_interleaved, ScalarType? out_dtype, float? softmax_scale, bool causal, "
-    f"int left, int right, float softcap, bool deterministic, str backend, {_RECIPE}) -> (Tensor, Tensor)",
-)
-def _forward(
+def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -135,6 +131,15 @@ def _forward(
             backend=backend,
             out_dtype=out_dtype,
         )
+
+
+_forward = torch.library.custom_op(
+    "cute_attn::fp8_attention_forward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? sinks, Tensor? rotary_cos, "
+    "Tensor? rotary_sin, bool rotary_interleaved, ScalarType? out_dtype, float? softmax_scale, bool causal, "
+    f"int left, int right, float softcap, bool deterministic, str backend, {_RECIPE}) -> (Tensor, Tensor)",
+)(_run)
 
 
 @_forward.register_fake
@@ -179,3 +184,15 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Attend(torch.autograd.Function):
+    """The operator with its gradient, where it runs directly (see `flash_autograd.runs_directly`)."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        output = _run(*given)
+        _save(ctx, given, output)
+        return output
+
+    backward = staticmethod(_differentiate)
