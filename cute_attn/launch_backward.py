@@ -51,14 +51,10 @@ def launch_backward16(
     dq_sum = torch.empty(
         (batch, heads_q, blocks, config.tile_m * config.qk_columns), dtype=torch.float32, device=device
     )
-    # of each part: key tiles that have added to it
-    turns = torch.empty(
-        (batch, heads_q, blocks, config.dq_parts) if config.deterministic else (1, 1, 1, 1),
-        dtype=torch.int32,
-        device=device,
-    )
-    if not config.deterministic:
-        turns = turns.expand(batch, heads_q, blocks, config.dq_parts)
+    # of each part: key tiles that have added to it, or of each head: CTAs that have cleared a share of its sum
+    shape = (batch, heads_q, blocks if config.deterministic else 1, config.dq_parts)
+    counted = config.deterministic or config.clears_ahead
+    turns = torch.empty(shape if counted else (1, 1, 1, 1), dtype=torch.int32, device=device)
     zero = _zero(device)
     compile_kernel(config)(
         q,
@@ -75,7 +71,7 @@ def launch_backward16(
         rows[0],
         rows[1],
         dq_sum,
-        turns,
+        turns.expand(shape),
         *_factors(softmax_scale, softcap),
         *_window_ends(window, seqlen_q, seqlen_k),
         _heads_in_turn(config, batch * heads_k, heads_q // heads_k * seqlen_q),
