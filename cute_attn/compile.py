@@ -205,7 +205,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
             wide(cutlass.Float32, *of_batch, heads_q, rows),
             wide(cutlass.Float32, *of_batch, heads_q, rows),
             wide(cutlass.Float32, *of_batch, heads_q, blocks, config.tile_m * config.qk_columns),
-            _int32(*of_batch, heads_q, blocks, config.dq_parts),
+            _int32(*of_batch, heads_q, cute.sym_int32(), config.dq_parts),
         ]
         if config.varlen:
             args += [integers(ends), integers(ends), integers(cute.sym_int32())]

@@ -62,9 +62,9 @@ class Backward16:
         self._new_dv = new(*shape_v[-3:], dtype=element)
         self._new_rows = new(heads_q, blocks * config.tile_m)
         self._new_sum = new(heads_q, blocks, config.tile_m * config.qk_columns)
-        # of each part of a tile of dQ: key tiles that have added to it
-        turns = (heads_q, blocks, config.dq_parts)
-        if config.deterministic:
+        # of each part of a tile of dQ: key tiles that have added to it; or of each head: CTAs that have cleared a share
+        turns = (heads_q, blocks if config.deterministic else 1, config.dq_parts)
+        if config.deterministic or config.clears_ahead:
             self._new_turns = new(*turns, dtype=torch.int32)
         else:
             nothing = _zero(device).view(torch.int32).expand(*of_batch, *turns)

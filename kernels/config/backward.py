@@ -95,6 +95,12 @@ class Bwd16Config:
         return self.consumer_warpgroups
 
     @property
+    def clears_ahead(self) -> bool:
+        """Whether CTAs clear the sum of dQ of later heads while they compute, which no other kernel has to wait for; else
+        the pass before clears all. The warp that does so has nothing else to do."""
+        return not (self.dq_direct or self.varlen or self.deterministic) and self.consumer_warpgroups < 3
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA: 1 KiB of barriers and alignment, K, V, the rings of Q and dO with their rows
         of lse and D, dS, dQ."""
