@@ -1,10 +1,11 @@
 """The passes before and behind the main kernel of the backward (sm90/bwd.py has the tensors and the formulas).
 
 Before (`BwdPrologue`): D = rowsum(dO * O) - dlse and lse2 = lse * log2(e) of every query row, for rows that are padded
-to a multiple of tile_m; and zeros for the sum of dQ, of the first heads where `clears_ahead`, and its turns. Behind (`BwdEpilogue`): dQ = softmax_scale * sum,
-rounded to 16 bits and brought from the order of accumulators into rows. Both are bound by bandwidth; a CTA takes tile_m
-rows of one head, of a slot where there are sequences of unlike length (common/varlen.py). Rows of no sequence, before
-the first and behind the last, have no slot: the pass before clears their gradients.
+to a multiple of tile_m; and zeros for the sum of dQ, with `clears_ahead` of the first heads, and its turns. Behind
+(`BwdEpilogue`): dQ = softmax_scale * sum, rounded to 16 bits and brought from the order of accumulators into rows. Both
+are bound by bandwidth; a CTA takes tile_m rows of one head, of a slot where there are sequences of unlike length
+(common/varlen.py). Rows of no sequence, before the first and behind the last, have no slot: the pass before clears
+their gradients.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ class Bwd16Config:
 
     @property
     def clears_ahead(self) -> bool:
-        """Whether CTAs clear the sum of dQ of later heads while they compute, which no other kernel has to wait for; else
-        the pass before clears all. The warp that does so has nothing else to do."""
+        """Whether CTAs clear the sum of dQ of later heads as they compute, in a warp that has nothing else to do; else
+        the pass before clears all."""
         return not (self.dq_direct or self.varlen or self.deterministic) and self.consumer_warpgroups < 3
 
     @property

@@ -12,9 +12,9 @@ Tensors (every stride is dynamic, the last one is 1):
     dk, dv   of the shapes of k and v                                                       as q
     lse2, d  (batch, heads_q, rows)                  float32; rows is a multiple of tile_m, those past seqlen_q have
                                                      lse2 = inf, which makes their P 0, and D = 0
-    dq_sum   (batch, heads_q, rows / tile_m, tile_m * qk_columns) float32: sum of dS K before softmax_scale, in the order
-             of accumulators (see `BwdMainloop.add_dq`). Zeroed, but where `clears_ahead` only that of the first `ahead`
-             heads of K: each CTA clears a share of that of the head as many heads on, see `clear_ahead`
+    dq_sum   (batch, heads_q, rows / tile_m, tile_m * qk_columns) float32: sum of dS K before softmax_scale, in the
+             order of accumulators (see `BwdMainloop.add_dq`). Zeroed, but where `clears_ahead` only that of the first
+             `ahead` heads of K: each CTA clears a share of that of the head as many heads on, see `clear_ahead`
     slopes   (batch, heads_q)                        float32, of ALiBi; read only by its configurations
     turns    int32, zeroed. If deterministic, (batch, heads_q, rows / tile_m, consumer warpgroups): how many key tiles
              have added to a part of the sum of dQ. Where `clears_ahead`, (batch, heads_q, 1, consumer warpgroups), of
@@ -446,7 +446,7 @@ class Bwd16Main:
 
     @cute.jit
     def await_cleared(self, tile, group: Int32, ahead: Int32, m_k, m_turns: cute.Tensor):
-        """Wait until all shares of the sum of dQ of this CTA's query heads are cleared: by CTAs that have started before
+        """Wait until all shares of the sum of dQ of this CTA's query heads are cleared, by CTAs that started before
         it and wait for nobody in front of that. Called by one whole warp, whose first thread adds. tile: see above.
         """
         _, head_k, batch = tile
