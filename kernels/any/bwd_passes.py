@@ -67,9 +67,7 @@ class BwdPrologue:
         gradients = gradients if const_expr(self.cfg.varlen) else ()
         self.kernel(
             out, dout, lse, dlse, lse2, d_rows, dq_sum, turns, clear_heads, gradients, lengths
-        ).launch(
-            grid=[blocks * heads * batch, 1, 1], block=[THREADS, 1, 1], stream=stream
-        )
+        ).launch(grid=[blocks * heads * batch, 1, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(

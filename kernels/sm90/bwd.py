@@ -83,7 +83,9 @@ def heads_ahead(turn: Int32, q: cute.Tensor, k: cute.Tensor) -> Int32:
     """How many heads of K on a CTA clears the sum of dQ, see `Bwd16Main.clear_ahead`; `turn` as in `key_block_coord`.
     Of q, k (batch, seqlen, heads, dim)."""
     ahead = turn
-    if q.shape[1] > 8 * k.shape[1]:  # a CTA would clear a large share, and there are few CTAs before those that wait
+    if (
+        q.shape[1] > 8 * k.shape[1]
+    ):  # a CTA would clear a large share, and there are few CTAs before those that wait
         ahead = k.shape[0] * k.shape[2]  # none
     return ahead
 
@@ -621,7 +623,18 @@ class Bwd16bitSm90:
         """The three launches. lengths: see `Bwd16Main.kernel`."""
         ahead, group = heads_ahead(turn, q, k), q.shape[2] // k.shape[2]
         self.before.launch(
-            out, dout, lse, dlse, lse2, d_rows, dq_sum, turns, ahead * group, stream, (dq, dk, dv), lengths[:2]
+            out,
+            dout,
+            lse,
+            dlse,
+            lse2,
+            d_rows,
+            dq_sum,
+            turns,
+            ahead * group,
+            stream,
+            (dq, dk, dv),
+            lengths[:2],
         )
         self.main.launch(
             q, k, v, dout, lse2, d_rows, dq_sum, dk, dv, slopes, turns,
