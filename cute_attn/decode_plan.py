@@ -123,6 +123,7 @@ def decode_config(
         sinks=sinks,
         batch_idx=batch_idx,
         leftpad=leftpad,
+        joined=arch == "sm_90a",
         arch=arch,
     )
     for warps, ctas, least in ((4, 2, LEAST_STAGES), (4, 1, LEAST_STAGES), (4, 1, 2), (2, 1, 2)):
@@ -160,6 +161,7 @@ def narrow(config: DecodeConfig) -> DecodeConfig | None:
     columns = config.head_dim + config.head_dim_v
     if columns > LIGHT_CODES:
         return None
+    config = dataclasses.replace(config, joined=False)  # its units are whole
     return _deepest(config, 1, 12 if columns <= LIGHT_CODES // 2 else 8)
 
 

@@ -43,10 +43,13 @@ from ..common.scheduler import share_start
 from ..config import DECODE_KEYS, DecodeConfig
 from .combine import Combine, Results
 from .gather import Gather
+from .join import Join
 from .loads import Cache, Keys, Loads
 from .queries import Queries
-from .split import Lengths, Piece, Shares, Splits
+from .split import Divisors, Lengths, Piece, Shares, Splits, divisors_of
 from .step import Scoring, Step
+
+LARGEST = 2**31 - 1
 
 
 class Decode:
@@ -60,6 +63,7 @@ class Decode:
         self.queries = Queries(cfg)
         self.step = Step(cfg)
         self.gather = Gather(cfg)
+        self.join = Join(cfg)
         self.combine = Combine(cfg)
         self.pdl = cfg.arch == "sm_90a"
 
@@ -81,6 +85,7 @@ class Decode:
         sinks,  # (heads_q,) float32 with sinks
         q_scale,  # (batch, heads_k) float32 with an e4m3 Q
         workspace: Int64,  # address: (slots, rows, 2), then (slots, rows, head_dim_v) float32
+        counters: Int64,  # address: (slots,) int32, of zeros before and behind the launch; with `joined`
         slots: Int32,
         softmax_scale_log2: Float32,  # > 0; with softcap softcap * log2(e)
         softcap_factor: Float32,  # 2 log2(e) softmax_scale / softcap
@@ -114,6 +119,7 @@ class Decode:
         if const_expr(cfg.paging != "none"):
             capacity = k_cache.shape[1] * block_table.shape[1]
         shares = Shares(ctas, splits, least, together)
+        by = divisors_of(q.shape[1], q.shape[2], k_cache.shape[2], shares, cfg.rows)
         lengths = Lengths(seqlens, leftpad, q.shape[0], seqlen_new, capacity, q.shape[1], left)
         factor = Float32(1.0) if cfg.adjusted else softmax_scale_log2
         self.kernel(
@@ -133,19 +139,22 @@ class Decode:
             partial_o,
             lengths,
             shares,
+            by,
             softmax_scale_log2,
             softcap_factor,
             factor,
             right,
+            counters,
         ).launch(
             grid=[ctas, 1, 1],
             block=[cfg.threads, 1, 1],
             stream=stream,
             preferred_smem_carveout=100,  # per cent: an SM shall hold as many CTAs as decode_plan.py counts
         )
-        if splits != 1:
-            results = Results(out, lse, sinks, partial_ml, partial_o, factor)
-            self.combine.launch(results, lengths, shares, k_cache.shape[2], stream)
+        if const_expr(not cfg.joined):
+            if splits != 1:
+                results = Results(out, lse, sinks, partial_ml, partial_o, factor)
+                self.combine.launch(results, lengths, shares, by, k_cache.shape[2], stream)
 
     @cute.kernel
     def kernel(
@@ -166,14 +175,16 @@ class Decode:
         m_o: cute.Tensor,
         lengths: Lengths,
         shares: Shares,
+        by: Divisors,
         scale: Float32,
         softcap_factor: Float32,
         factor: Float32,
         right: Int32,
+        counters: Int64,
     ):
         """What a CTA takes: piece after piece."""
         cfg = self.cfg
-        if const_expr(self.pdl):
+        if const_expr(self.pdl and not cfg.joined):
             # Once every CTA has said so or ended, CTAs of the combining grid may start where there is room. They wait
             # for the end of this grid before they read what it writes (combine.py). None is launched where splits == 1.
             cute.arch.griddepcontrol_launch_dependents()
@@ -186,59 +197,69 @@ class Decode:
         scoring = Scoring(m_slopes, scale, softcap_factor, right, m_q_scale)
         results = Results(m_out, m_lse, m_sinks, m_ml, m_o, factor)
         heads_k = m_k.shape[2]
-        group = m_q.shape[2] // heads_k
-        m_blocks = (m_q.shape[1] * group + (cfg.rows - 1)) // cfg.rows
-        units = heads_k * m_blocks  # of a sequence
+        units = by.units.divisor  # of a sequence
         smem = SmemAllocator().allocate_tensor(cutlass.Uint8, cute.make_layout(cfg.smem_bytes), 128)
         base = smem.iterator.toint()
 
-        # Tiles pos to end - 1 of the heads that are taken in step, the first of sequence b at `start`; or units pos,
-        # pos + ctas and so on below end.
+        # Tiles pos to end - 1 of the heads that are taken in step, the first of sequence b at `start`; or, `apart` 0, of
+        # units pos, pos + ctas and so on below end the tiles from `tile0` on, `most` at most.
         b, start, pos, end = Int32(0), Int32(0), Int32(0), Int32(0)
-        side, apart, whole = Int32(0), Int32(1), Int32(0)  # head among those in step, how many they are
+        side, apart = Int32(0), Int32(0)  # head among those in step, how many they are
+        tile0, most = Int32(0), Int32(LARGEST)
+        total, sharers = Int32(0), Int32(1)
         if splits == 0:
             total, _, longest = self.splits.tiles_before(lengths, Int32(0), units)
-            whole = self.splits.whole(total, longest, units * m_q.shape[0], ctas)
-            if whole != 0:
-                pos, end, b = cta, units * m_q.shape[0], cta // units
+            if self.splits.whole(total, longest, units * m_q.shape[0], by) != 0:
+                pos, end, b = cta, units * m_q.shape[0], cta // by.units
             else:
                 apart = together
-                side = cta % together
-                total = total // together
-                sharers = self.splits.sharers(total, ctas // together, least)
-                if cta // together < sharers:
-                    pos = share_start(total, sharers, cta // together)
-                    end = share_start(total, sharers, cta // together + 1)
-                    b, start = self.splits.locate(lengths, pos, units // together)
+                share, side = divmod(cta, by.together)
+                total = total // by.together
+                sharers = self.splits.sharers(total, by)
+                if share < sharers:
+                    pos = share_start(total, sharers, share)
+                    end = share_start(total, sharers, share + 1)
+                    b, start = self.splits.locate(lengths, pos, units // by.together)
+        elif splits == 1:
+            pos, end, b = cta, cta + 1, cta // by.units
         else:
-            unit = cta // splits
-            b = unit // units
+            pos, split = divmod(cta, by.splits)
+            b = pos // by.units
             tiles = self.splits.tiles_of(lengths, b)
-            pos = (unit - b * units) * tiles
-            end = pos + share_start(tiles, splits, cta - unit * splits + 1)
-            pos = pos + share_start(tiles, splits, cta - unit * splits)
+            each, more = divmod(tiles, by.splits)
+            tile0 = split * each + cutlass.min(split, more)
+            most = each + 1 if split < more else each
+            end = pos + cutlass.min(most, 1)  # of fewer tiles than shares the last have none
+        if const_expr(cfg.joined):
+            self.join.begin(base, total, sharers, tid)
         slot = cta
         while pos < end:
             tiles = self.splits.tiles_of(lengths, b)
-            unit, tile, count = pos - b * units, Int32(0), tiles
-            if whole == 0:
+            unit, tile, count = pos - b * units, tile0, cutlass.min(tiles, most)
+            if apart != 0:
                 unit = (pos - start) // tiles
                 tile = pos - start - unit * tiles
                 count = cutlass.min(tiles - tile, end - pos)
-            head = unit // m_blocks
-            row0 = (unit - head * m_blocks) * cfg.rows
-            head = head * apart + side
-            piece = Piece(b, head, row0, group, tile, count, count == tiles, slot)
+            head, block = divmod(unit, by.blocks)
+            head = head * apart + side if apart != 0 else head
+            piece = Piece(b, head, block * cfg.rows, by.group, tile, count, count == tiles, slot)
             self.attend(m_q, cache, scoring, results, lengths, piece, base, tid, lane, warp)
+            if const_expr(cfg.joined):
+                if count != tiles:
+                    which = Int32(0) if slot == cta else Int32(1)
+                    self.join.note(base, piece, pos - tile, tiles, which, tid)
             slot = cta + ctas
-            if whole == 0:
+            if apart != 0:
                 pos = pos + count
-                if pos == start + tiles * (units // apart):
+                if pos == start + tiles * (units // by.together):
                     start = pos
                     b = b + 1
             else:
                 pos = pos + ctas
-                b = pos // units
+                b = pos // by.units
+        if const_expr(cfg.joined):
+            if splits != 1:
+                self.join.end(base, results, counters, splits, heads_k, by, tid)
 
     @cute.jit
     def attend(

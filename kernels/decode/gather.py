@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, const_expr
 
 from ..common.warp import quad_sum
 from ..config import DecodeConfig
-from .combine import Results, Row, finish
+from .combine import Results, finish, row_of
 from .queries import Query
 from .split import Piece
 from .step import State
@@ -68,7 +68,7 @@ class Gather:
         """What the warps left, added up: to the output where the piece is whole, else to its slot."""
         cfg = self.cfg
         vectors = cfg.head_dim_v // 4
-        packed = results.out.shape[1] * piece.group
+        packed = results.out.shape[1] * piece.group.divisor
         for index in cutlass.range(tid, cfg.rows * vectors, cfg.threads, unroll=1):
             row = index // vectors
             column = 4 * (index - row * vectors)
@@ -109,7 +109,7 @@ class Gather:
                     for i in cutlass.range_constexpr(4):
                         o[i] = o[i] + weight * part[i]
                 if piece.whole:
-                    at = Row(piece.batch, piece.head, piece.row0 + row, piece.group)
+                    at = row_of(piece.batch, piece.head, piece.row0 + row, piece.group)
                     finish(cfg, results, at, column, top, total, o)
                 else:
                     target = cute.domain_offset((piece.slot, row, column), results.partial_o).iterator
