@@ -355,13 +355,16 @@ class Decode:
             ahead = ahead + cfg.stage_bytes if ahead < (cfg.stages - 1) * cfg.stage_bytes else Int32(0)
         # The lane: none of its copies is under way. Only empty groups are left by now.
         cute.arch.cp_async_wait_group(0)
-        # The warp: no lane still reads the ring, where O goes now.
+        # The warp: no lane still reads the ring, where O goes now, or what the next piece loads.
         cute.arch.sync_warp()
         if const_expr(cfg.token_scales):
             o_factor = state.unit_o[0]
-        self.gather.leave(state, q, o_factor, ring, lane)
-        # All threads: every warp has left its part, of which each thread reads some.
-        cute.arch.sync_threads()
-        self.gather.add_up(base, results, piece, tid)
-        # All threads: the parts, and Q, are read; the next piece may fill rings and store its Q.
-        cute.arch.sync_threads()
+        if const_expr(cfg.warps == 1 and cfg.fp8):
+            self.gather.alone(state, q, o_factor, results, piece, lane)
+        else:
+            self.gather.leave(state, q, o_factor, ring, lane)
+            # All threads: every warp has left its part, of which each thread reads some.
+            cute.arch.sync_threads()
+            self.gather.add_up(base, results, piece, tid)
+            # All threads: the parts, and Q, are read; the next piece may fill rings and store its Q.
+            cute.arch.sync_threads()
