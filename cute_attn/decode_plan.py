@@ -161,8 +161,12 @@ def narrow(config: DecodeConfig) -> DecodeConfig | None:
     columns = config.head_dim + config.head_dim_v
     if columns > LIGHT_CODES:
         return None
-    config = dataclasses.replace(config, joined=False)  # its units are whole
-    return _deepest(config, 1, 12 if columns <= LIGHT_CODES // 2 else 8)
+    return _deepest(whole_units(config), 1, 16 if columns <= LIGHT_CODES // 2 else 8)
+
+
+def whole_units(config: DecodeConfig) -> DecodeConfig:
+    """The kernel of which each CTA has a unit, in place of `config`."""
+    return dataclasses.replace(config, joined=False, whole=True)
 
 
 def wide(config: DecodeConfig) -> DecodeConfig | None:
@@ -267,7 +271,7 @@ def chosen(
             if rounds and (light or rounds <= NARROW_ROUNDS):
                 return other, Shares(units, 1, 1, 0)
         if not light and _full_rounds(config, units, sms):
-            return config, Shares(units, 1, 1, 0)
+            return whole_units(config), Shares(units, 1, 1, 0)
     other = wide(config)
     if other is not None and num_splits == 0:
         tiles = units * -(-keys // other.tile_keys)

@@ -39,6 +39,7 @@ class DecodeConfig:
     batch_idx: bool = False  # a sequence of the cache for each of q
     leftpad: bool = False  # sequences begin at a slot of their own
     joined: bool = False  # the CTA that leaves the last part of a unit adds its parts up, not a second kernel
+    whole: bool = False  # each CTA has a unit of its own, so there are no parts: Shares.splits is 1
     arch: str = "sm_90a"
 
     @property
@@ -147,6 +148,11 @@ class DecodeConfig:
         return even and self.paging == "none" and self.m_tiles == 1 and not self.crowded
 
     @property
+    def early(self) -> bool:
+        """Whether a CTA's first copies start before its sequence's length is known: where they begin is."""
+        return self.whole and self.lean and not (self.leftpad or self.batch_idx)
+
+    @property
     def chains(self) -> int:
         """Accumulators that the products Q K^T of a step alternate between: a product waits for the one before it in
         its own."""
@@ -172,7 +178,7 @@ class DecodeConfig:
         mask = "_ends" if self.row_ends else ""
         mask += "".join(f"_{name}" for name in _DECODE_EXTRAS if getattr(self, name))
         tiles = f"m{'half' if self.half_tile else self.m_tiles}w{self.warps}s{self.stages}"
-        tiles += "_joined" if self.joined else ""
+        tiles += "".join(f"_{name}" for name in ("joined", "whole") if getattr(self, name))
         arch = self.arch.replace("_", "").removesuffix("a")
         return f"decode_{arch}_{cache}_{dims_name(self.head_dim, self.head_dim_v)}{paging}{mask}_{tiles}"
 
@@ -193,6 +199,8 @@ class DecodeConfig:
                 raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
         if self.fp8 and self.arch not in E4M3_ARCHS:
             raise ValueError(f"arch must be one of {E4M3_ARCHS} for a cache of e4m3, got {self.arch!r}")
+        if self.joined and self.whole:
+            raise ValueError("joined must be False with whole, which leaves no parts")
         if self.half_tile and self.m_tiles != 1:
             raise ValueError(f"m_tiles must be 1 with half_tile, got {self.m_tiles}")
         if self.m_tiles * max(self.head_dim, self.head_dim_v) > 256:

@@ -44,7 +44,7 @@ from ..config import DECODE_KEYS, DecodeConfig
 from .combine import Combine, Results
 from .gather import Gather
 from .join import Join
-from .loads import Cache, Keys, Loads
+from .loads import Cache, Cursor, Keys, Loads
 from .queries import Queries
 from .split import Divisors, Lengths, Piece, Shares, Splits, divisors_of
 from .step import Scoring, Step
@@ -151,7 +151,7 @@ class Decode:
             stream=stream,
             preferred_smem_carveout=100,  # per cent: an SM shall hold as many CTAs as decode_plan.py counts
         )
-        if const_expr(not cfg.joined):
+        if const_expr(not (cfg.joined or cfg.whole)):
             if splits != 1:
                 results = Results(out, lse, sinks, partial_ml, partial_o, factor)
                 self.combine.launch(results, lengths, shares, by, k_cache.shape[2], stream)
@@ -182,9 +182,9 @@ class Decode:
         right: Int32,
         counters: Int64,
     ):
-        """What a CTA takes: piece after piece."""
+        """What a CTA takes: its unit, or piece after piece."""
         cfg = self.cfg
-        if const_expr(self.pdl and not cfg.joined):
+        if const_expr(self.pdl and not (cfg.joined or cfg.whole)):
             # Once every CTA has said so or ended, CTAs of the combining grid may start where there is room. They wait
             # for the end of this grid before they read what it writes (combine.py). None is launched where splits == 1.
             cute.arch.griddepcontrol_launch_dependents()
@@ -192,15 +192,57 @@ class Decode:
         cta, _, _ = cute.arch.block_idx()
         lane = tid % 32
         warp = cute.arch.make_warp_uniform(tid // 32)
-        ctas, splits, least, together = shares
         cache = Cache(m_k, m_v, m_batch_idx, m_table, m_k_scale, m_v_scale)
         scoring = Scoring(m_slopes, scale, softcap_factor, right, m_q_scale)
         results = Results(m_out, m_lse, m_sinks, m_ml, m_o, factor)
-        heads_k = m_k.shape[2]
-        units = by.units.divisor  # of a sequence
         smem = SmemAllocator().allocate_tensor(cutlass.Uint8, cute.make_layout(cfg.smem_bytes), 128)
         base = smem.iterator.toint()
 
+        if const_expr(cfg.whole):
+            b, unit = divmod(cta, by.units)
+            head, block = divmod(unit, by.blocks)
+            started = Int32(0)
+            if const_expr(cfg.early):
+                # Without a window the unit begins with key 0. Its length comes while its first copies do, as if there
+                # were no end of it.
+                if (lengths.left >= lengths.capacity) & (lengths.capacity >= (cfg.stages - 1) * cfg.tile_keys):
+                    started = Int32(1)
+                    every = Keys(b, b, head, Int32(0), Int32(LARGEST))
+                    key0 = warp * DECODE_KEYS
+                    at = self.loads.cursor(cache, every, key0, lane)
+                    self.start(cache, every, key0, Int32(cfg.stages), base + warp * cfg.warp_bytes, lane, at)
+            tiles = self.splits.tiles_of(lengths, b)
+            piece = Piece(
+                b, head, block * cfg.rows, by.group, Int32(0), tiles, cutlass.Boolean(True), Int32(0)
+            )
+            self.attend(m_q, cache, scoring, results, lengths, piece, started, base, tid, lane, warp)
+        else:
+            self.shared_out(
+                m_q, cache, scoring, results, lengths, shares, by, base, counters, tid, lane, warp, cta
+            )
+
+    @cute.jit
+    def shared_out(
+        self,
+        m_q: cute.Tensor,
+        cache: Cache,
+        scoring: Scoring,
+        results: Results,
+        lengths: Lengths,
+        shares: Shares,
+        by: Divisors,
+        base: Int32,  # as `attend` has it
+        counters: Int64,
+        tid: Int32,
+        lane: Int32,
+        warp: Int32,
+        cta: Int32,
+    ):
+        """A CTA that takes piece after piece."""
+        cfg = self.cfg
+        ctas, splits, least, together = shares
+        heads_k = cache.k.shape[2]
+        units = by.units.divisor  # of a sequence
         # Tiles pos to end - 1 of the heads that are taken in step, the first of sequence b at `start`; or, `apart` 0, of
         # units pos, pos + ctas and so on below end the tiles from `tile0` on, `most` at most.
         b, start, pos, end = Int32(0), Int32(0), Int32(0), Int32(0)
@@ -243,7 +285,7 @@ class Decode:
             head, block = divmod(unit, by.blocks)
             head = head * apart + side if apart != 0 else head
             piece = Piece(b, head, block * cfg.rows, by.group, tile, count, count == tiles, slot)
-            self.attend(m_q, cache, scoring, results, lengths, piece, base, tid, lane, warp)
+            self.attend(m_q, cache, scoring, results, lengths, piece, Int32(0), base, tid, lane, warp)
             if const_expr(cfg.joined):
                 if count != tiles:
                     which = Int32(0) if slot == cta else Int32(1)
@@ -270,6 +312,7 @@ class Decode:
         results: Results,
         lengths: Lengths,
         piece: Piece,
+        started: Int32,  # with `early`, 1: its first copies are under way, if it is long enough
         base: Int32,  # shared address: a ring for each warp, then Q
         tid: Int32,
         lane: Int32,
@@ -277,28 +320,37 @@ class Decode:
     ):
         """One piece, to the output or a slot. All threads of the CTA call it, as often: it has barriers."""
         cfg = self.cfg
-        first, end = self.splits.key_range(lengths, piece.batch)
         sequence = piece.batch
         if const_expr(cfg.batch_idx):
             sequence = cache.batch_idx[piece.batch]
+        ring = base + warp * cfg.warp_bytes
+        first, end = self.splits.key_range(lengths, piece.batch)
         keys = Keys(piece.batch, sequence, piece.head, first, end)
         # Step i of this warp starts at key key0 + i * tile_keys.
         key0 = (first // cfg.tile_keys + piece.tile) * cfg.tile_keys + warp * DECODE_KEYS
-        ring = base + warp * cfg.warp_bytes
 
         # Each step is a group of copies, an empty one past the last: so step i is always group i.
         page = self.loads.page_of(cache, keys, key0, lane)
         at = None
         if const_expr(cfg.lean):
             at = self.loads.cursor(cache, keys, key0, lane)
-        for i in cutlass.range_constexpr(cfg.stages - 1):
-            if i < piece.tiles:
-                key = key0 + i * cfg.tile_keys
-                self.loads.fetch(cache, keys, key, page, ring + i * cfg.stage_bytes, lane, at)
-                page = self.loads.page_of(cache, keys, key + cfg.tile_keys, lane)
-            cute.arch.cp_async_commit_group()
-            if const_expr(cfg.lean):
-                at = self.loads.next(at)
+        if const_expr(cfg.early):
+            ahead = cfg.stages - 1
+            if (started == 0) | (end < ahead * cfg.tile_keys):
+                # The lane and the warp: no copy of theirs is under way, behind which another one might come.
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.sync_warp()
+                self.start(cache, keys, key0, piece.tiles, ring, lane, at)
+            at = self.loads.next(at, ahead)
+        else:
+            for i in cutlass.range_constexpr(cfg.stages - 1):
+                if i < piece.tiles:
+                    key = key0 + i * cfg.tile_keys
+                    self.loads.fetch(cache, keys, key, page, ring + i * cfg.stage_bytes, lane, at)
+                    page = self.loads.page_of(cache, keys, key + cfg.tile_keys, lane)
+                cute.arch.cp_async_commit_group()
+                if const_expr(cfg.lean):
+                    at = self.loads.next(at)
 
         q = self.queries.load(m_q, piece, base + cfg.warps * cfg.warp_bytes, lane)
         if const_expr(cfg.q_in_smem):
@@ -368,3 +420,16 @@ class Decode:
             self.gather.add_up(base, results, piece, tid)
             # All threads: the parts, and Q, are read; the next piece may fill rings and store its Q.
             cute.arch.sync_threads()
+
+    @cute.jit
+    def start(
+        self, cache: Cache, keys: Keys, key0: Int32, tiles: Int32, ring: Int32, lane: Int32, at: Cursor
+    ):
+        """Starts the copies of as many steps as the ring holds ahead, of `tiles` at most; with `lean`."""
+        cfg = self.cfg
+        for i in cutlass.range_constexpr(cfg.stages - 1):
+            key = key0 + i * cfg.tile_keys
+            if i < tiles:
+                self.loads.fetch(cache, keys, key, Int32(0), ring + i * cfg.stage_bytes, lane, at)
+            cute.arch.cp_async_commit_group()
+            at = self.loads.next(at)
