@@ -4,7 +4,7 @@ How work is shared out. The lengths of sequences stand on the device and change 
 only the number of CTAs: as many as the GPU holds at once, or fewer where a full cache has fewer tiles of keys. Each
 CTA takes the same number of tiles, from the lengths that it reads, or, where that takes hardly longer, whole units
 (kernels/decode/split.py); `pieces` and `parts` below are the same in Python. Where the host knows the lengths and units
-stay whole, there is a CTA for each, and no combining kernel. With `num_splits` > 0 each unit instead is split into so
+stay whole, there is a CTA for each, and nothing is added up. With `num_splits` > 0 each unit instead is split into so
 many shares, by its own length alone: then results of a sequence do not depend on the others.
 
 Where units in equal shares fill the SMs, there are no more CTAs than that (`even_splits`). Then fewer parts are added
@@ -12,10 +12,11 @@ up, and CTAs begin and end with units: each piece more of a CTA fills its ring a
 sequence or of lengths that the host knows, have a fixed number of shares, for which neither kernel reads what other
 sequences have.
 
-Many short units of an e4m3 cache have a CTA each, whatever their lengths are, and no combining kernel (`chosen`): then
-nothing is added up, and no CTA reads the lengths of other sequences. Where they are not too many, these CTAs are of one
-warp (`narrow`). CTAs of four warps, two on an SM, begin and end their units at about the same time, when few bytes are
-on their way. Of eight narrow ones others go on meanwhile, and a unit of one warp has no parts of warps to add up.
+Many short units of an e4m3 cache have a CTA each, whatever their lengths are, by a kernel for that (`whole_units`).
+Then nothing is added up, no CTA reads the lengths of other sequences, and its first copies start before it has read
+that of its own. Where they are not too many, these CTAs are of one warp (`narrow`). CTAs of four warps, two on an SM,
+begin and end their units at about the same time, when few bytes are on their way. Of eight narrow ones others go on
+meanwhile, and a unit of one warp has no parts of warps to add up.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from cute_attn.kernels.config import (
 _RESERVED: Final = 1024  # bytes of shared memory that the system takes for each CTA
 MOST_STAGES: Final = 8
 LEAST_STAGES: Final = 3  # two in flight while one is computed on
-LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining kernel than it saves
+LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more where parts are added up than it saves
 EVEN: Final = 15 / 16  # of the SMs, or of what they hold, that even shares leave busy at least
 LIGHT_CODES: Final = 256  # bytes of a key and its value in e4m3 from which one CTA on an SM is enough
 SHORT: Final = 8  # tiles of a CTA up to which one CTA on an SM is enough for every kernel
@@ -123,9 +124,10 @@ def decode_config(
         sinks=sinks,
         batch_idx=batch_idx,
         leftpad=leftpad,
-        joined=arch == "sm_90a",
         arch=arch,
     )
+    # Where registers are short already, adding up parts has a kernel of its own.
+    config = dataclasses.replace(config, joined=arch == "sm_90a" and not config.crowded)
     for warps, ctas, least in ((4, 2, LEAST_STAGES), (4, 1, LEAST_STAGES), (4, 1, 2), (2, 1, 2)):
         found = _deepest(config, warps, ctas, least)
         if found is not None:
@@ -152,8 +154,8 @@ def ctas_per_sm(config: DecodeConfig) -> int:
 def narrow(config: DecodeConfig) -> DecodeConfig | None:
     """The kernel of one warp for many short units, in place of `config`; None where there is none.
 
-    Eight CTAs on an SM have all its registers. With half as many columns a thread wants fewer, and the ring is for
-    twelve.
+    An SM has registers for eight or more. With half as many columns a thread wants fewer, and registers and ring are
+    for sixteen.
     """
     changed = config.row_ends or config.softcap or config.alibi
     if config.arch != "sm_90a" or not config.fp8 or not (config.lean and config.half_tile) or changed:
@@ -169,6 +171,12 @@ def whole_units(config: DecodeConfig) -> DecodeConfig:
     return dataclasses.replace(config, joined=False, whole=True)
 
 
+def _of_units(config: DecodeConfig) -> bool:
+    """Whether many short units may have a CTA of `config` each: codes that are not narrow, without pages."""
+    light = config.head_dim + config.head_dim_v < LIGHT_CODES
+    return config.fp8 and config.paging == "none" and config.arch == "sm_90a" and not light
+
+
 def wide(config: DecodeConfig) -> DecodeConfig | None:
     """The kernel of eight warps, one CTA on an SM, for narrow codes in even shares; None where there is none.
 
@@ -182,7 +190,8 @@ def wide(config: DecodeConfig) -> DecodeConfig | None:
 
 def kernels(config: DecodeConfig) -> list[DecodeConfig]:
     """All that calls of a configuration may take, by their shapes."""
-    return [config, *(other for other in (narrow(config), wide(config)) if other is not None)]
+    others = (narrow(config), whole_units(config) if _of_units(config) else None, wide(config))
+    return [config, *(other for other in others if other is not None)]
 
 
 def heads_in_step(config: DecodeConfig, heads_k: int) -> int:
@@ -262,15 +271,13 @@ def chosen(
     """
     units = batch * heads_k * -(-rows // config.rows)
     keys = capacity if seen is None else seen[1] - seen[0]
-    codes = config.fp8 and config.paging == "none" and config.arch == "sm_90a"
-    if codes and num_splits == 0 and keys <= WHOLE_KEYS:
+    if num_splits == 0 and keys <= WHOLE_KEYS:
         other = narrow(config)
-        light = config.head_dim + config.head_dim_v < LIGHT_CODES
         if other is not None:
             rounds = _full_rounds(other, units, sms)
-            if rounds and (light or rounds <= NARROW_ROUNDS):
+            if rounds and (not _of_units(config) or rounds <= NARROW_ROUNDS):
                 return other, Shares(units, 1, 1, 0)
-        if not light and _full_rounds(config, units, sms):
+        if _of_units(config) and _full_rounds(config, units, sms):
             return whole_units(config), Shares(units, 1, 1, 0)
     other = wide(config)
     if other is not None and num_splits == 0:
@@ -414,7 +421,7 @@ def pieces(plan: Shares, tiles: Sequence[int], units: int, m_blocks: int = 1) ->
 def parts(
     plan: Shares, tiles: Sequence[int], units: int, batch: int, unit: int, m_blocks: int = 1
 ) -> list[int]:
-    """Slots whose parts the combining kernel adds up for a unit; none where it leaves the unit alone."""
+    """Slots whose parts are added up for a unit; none where it is one piece."""
     apart = 1
     if plan.splits:
         first = (batch * units + unit) * plan.splits

@@ -50,8 +50,10 @@ def new_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 _FEWEST: Final = 1024  # counters that a stream has
 _RESERVE: Final = 1 << 18  # counters of a device that are set aside for captured calls, 1 MiB
-_of_stream: dict[tuple[int, int], Tensor] = {}  # (device, stream) -> its counters
-_set_aside: dict[int, list[Tensor]] = {}  # of a device: zeros that no captured call has, then all that some have
+# (device, stream) -> its counters
+_of_stream: dict[tuple[int, int], Tensor] = {}
+# Of a device: zeros that no captured call has, then all zeros that were set aside, which captured calls keep part of
+_set_aside: dict[int, list[Tensor]] = {}
 _lock = threading.Lock()
 
 

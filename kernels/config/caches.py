@@ -160,8 +160,8 @@ class DecodeConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of a CTA: its warps', then Q, or 16 bytes into which an odd row's last load reaches, then
-        what it notes of its parts (join.py)."""
+        """Dynamic shared memory of a CTA: its warps', then Q, or 16 bytes into which an odd row's last load reaches,
+        then what it notes of its parts (join.py)."""
         return self.notes_place + (NOTES_BYTES if self.joined else 0)
 
     @property

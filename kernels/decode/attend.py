@@ -4,7 +4,7 @@
 
 FlashAttention-2's online softmax (arXiv 2307.08691, section 3.1) with the keys of a head split over CTAs and, inside
 them, over warps (Flash-Decoding). Where a CTA has not seen all keys of its rows, it leaves O, the maximum and the sum
-for combine.py, see split.py for who takes what.
+to be added up, see split.py for who takes what.
 
 Tensors, last stride 1 unless said, other strides free:
 
@@ -20,7 +20,8 @@ come in steps of 16 for each warp: step t of a unit is keys 16 (warps t + w) and
 V by cp.async into a ring of its own, `stages` deep, computes on one stage while the others are in flight, and meets the
 other warps only at the end of a piece. So the loop has no barrier but the warp's own.
 
-Slots outside of [first, end) of `Splits.key_range` are not read: NaN there never meets a product.
+Slots outside of [first, end) of `Splits.key_range` are not read, or read and overwritten with zeros (`early`): NaN
+there never meets a product.
 
 16-bit caches: operands as they lie. e4m3: codes become fp16 in registers, exactly, and all products are fp16. A 16-bit
 Q is rounded to fp16 with a power of two for each row that brings its largest element below 2^15; codes of an e4m3 Q
@@ -29,7 +30,9 @@ over a power of two R at least as large as all scales so far, so that P does not
 
 What a CTA does, and where it stands: it finds its pieces of work (`Decode.kernel`, split.py). Of each it loads Q
 (queries.py), fetches K and V step by step (loads.py) and computes (step.py). At the end it adds up what its warps have
-(gather.py), to the output or to a slot for the combining kernel (combine.py). common/warp.py has the instructions.
+(gather.py), to the output or to a slot. The CTA that leaves the last part of a unit adds them up (join.py), or, where
+registers are short or on other GPUs than Hopper, a second kernel does (combine.py). common/warp.py has the
+instructions.
 """
 
 from __future__ import annotations
@@ -205,7 +208,8 @@ class Decode:
             if const_expr(cfg.early):
                 # Without a window the unit begins with key 0. Its length comes while its first copies do, as if there
                 # were no end of it.
-                if (lengths.left >= lengths.capacity) & (lengths.capacity >= (cfg.stages - 1) * cfg.tile_keys):
+                ahead = (cfg.stages - 1) * cfg.tile_keys
+                if (lengths.left >= lengths.capacity) & (lengths.capacity >= ahead):
                     started = Int32(1)
                     every = Keys(b, b, head, Int32(0), Int32(LARGEST))
                     key0 = warp * DECODE_KEYS
@@ -240,18 +244,18 @@ class Decode:
     ):
         """A CTA that takes piece after piece."""
         cfg = self.cfg
-        ctas, splits, least, together = shares
+        ctas, splits, _, together = shares
         heads_k = cache.k.shape[2]
         units = by.units.divisor  # of a sequence
-        # Tiles pos to end - 1 of the heads that are taken in step, the first of sequence b at `start`; or, `apart` 0, of
-        # units pos, pos + ctas and so on below end the tiles from `tile0` on, `most` at most.
+        # Tiles pos to end - 1 of the heads that are taken in step, the first of sequence b at `start`; or units pos,
+        # pos + ctas and so on below end.
         b, start, pos, end = Int32(0), Int32(0), Int32(0), Int32(0)
-        side, apart = Int32(0), Int32(0)  # head among those in step, how many they are
-        tile0, most = Int32(0), Int32(LARGEST)
+        side, apart, whole = Int32(0), Int32(1), Int32(0)  # head among those in step, how many they are
         total, sharers = Int32(0), Int32(1)
         if splits == 0:
             total, _, longest = self.splits.tiles_before(lengths, Int32(0), units)
-            if self.splits.whole(total, longest, units * m_q.shape[0], by) != 0:
+            whole = self.splits.whole(total, longest, units * m_q.shape[0], by)
+            if whole != 0:
                 pos, end, b = cta, units * m_q.shape[0], cta // by.units
             else:
                 apart = together
@@ -262,28 +266,25 @@ class Decode:
                     pos = share_start(total, sharers, share)
                     end = share_start(total, sharers, share + 1)
                     b, start = self.splits.locate(lengths, pos, units // by.together)
-        elif splits == 1:
-            pos, end, b = cta, cta + 1, cta // by.units
         else:
-            pos, split = divmod(cta, by.splits)
-            b = pos // by.units
+            unit, split = divmod(cta, by.splits)
+            b, unit = divmod(unit, by.units)
             tiles = self.splits.tiles_of(lengths, b)
             each, more = divmod(tiles, by.splits)
-            tile0 = split * each + cutlass.min(split, more)
-            most = each + 1 if split < more else each
-            end = pos + cutlass.min(most, 1)  # of fewer tiles than shares the last have none
+            pos = unit * tiles + split * each + cutlass.min(split, more)
+            end = pos + each + (Int32(1) if split < more else Int32(0))
         if const_expr(cfg.joined):
             self.join.begin(base, total, sharers, tid)
         slot = cta
         while pos < end:
             tiles = self.splits.tiles_of(lengths, b)
-            unit, tile, count = pos - b * units, tile0, cutlass.min(tiles, most)
-            if apart != 0:
+            unit, tile, count = pos - b * units, Int32(0), tiles
+            if whole == 0:
                 unit = (pos - start) // tiles
                 tile = pos - start - unit * tiles
                 count = cutlass.min(tiles - tile, end - pos)
             head, block = divmod(unit, by.blocks)
-            head = head * apart + side if apart != 0 else head
+            head = head * apart + side
             piece = Piece(b, head, block * cfg.rows, by.group, tile, count, count == tiles, slot)
             self.attend(m_q, cache, scoring, results, lengths, piece, Int32(0), base, tid, lane, warp)
             if const_expr(cfg.joined):
@@ -291,7 +292,7 @@ class Decode:
                     which = Int32(0) if slot == cta else Int32(1)
                     self.join.note(base, piece, pos - tile, tiles, which, tid)
             slot = cta + ctas
-            if apart != 0:
+            if whole == 0:
                 pos = pos + count
                 if pos == start + tiles * (units // by.together):
                     start = pos

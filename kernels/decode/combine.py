@@ -1,4 +1,5 @@
-"""Adds up what CTAs left of rows whose keys they shared (see split.py), and the end of a row that both kernels have."""
+"""Adds up what CTAs left of rows whose keys they shared (see split.py), in a kernel of its own, and the end of a row.
+join.py does the former in the CTAs themselves."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Gather:
         total: Float32,
         o: cute.Tensor,  # (4,)
     ):
-        """Four columns of a row that all keys of the piece are in: to the output where it is whole, else to its slot."""
+        """Four columns of a row, of all keys of the piece: to the output where it is whole, else to its slot."""
         if piece.whole:
             at = row_of(piece.batch, piece.head, piece.row0 + row, piece.group)
             finish(self.cfg, results, at, column, top, total, o)

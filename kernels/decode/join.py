@@ -36,9 +36,7 @@ class Join:
     @cute.jit
     def notes(self, base: Int32) -> cute.Tensor:
         """(2 * NOTE + 2,) int32 in shared memory. base: where the CTA's begins."""
-        place = cute.make_ptr(
-            Int32, base + self.cfg.notes_place, cute.AddressSpace.smem, assumed_align=16
-        )
+        place = cute.make_ptr(Int32, base + self.cfg.notes_place, cute.AddressSpace.smem, assumed_align=16)
         return cute.make_tensor(place, cute.make_layout(2 * NOTE + 2))
 
     @cute.jit
@@ -61,7 +59,14 @@ class Join:
 
     @cute.jit
     def end(
-        self, base: Int32, results: Results, counters: Int64, splits: Int32, heads_k: Int32, by: Divisors, tid: Int32
+        self,
+        base: Int32,
+        results: Results,
+        counters: Int64,
+        splits: Int32,
+        heads_k: Int32,
+        by: Divisors,
+        tid: Int32,
     ):
         """Behind the last piece; all threads of the CTA."""
         notes = self.notes(base)

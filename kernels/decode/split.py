@@ -16,8 +16,9 @@ its own: CTA `together` * i + j takes share i of the tiles of one head in so man
 one of them brings to L2 with its own rows the others find there, where at another time they would load it again. With
 whole units and fixed splits neighbours run at about the same time as they are.
 
-A piece that is a whole unit becomes output at once. Any other leaves O, maximum and sum of its rows in a slot, for the
-combining kernel (combine.py): slot i for the first piece of CTA i, ctas + i for another one, which is its last.
+A piece that is a whole unit becomes output at once. Any other leaves O, maximum and sum of its rows in a slot, from
+where they are added up (join.py, combine.py): slot i for the first piece of CTA i, ctas + i for another one, which is
+its last.
 
 cute_attn/decode_plan.py has the same in Python.
 """
@@ -196,7 +197,9 @@ class Splits:
         return cutlass.max(cutlass.min(by.ctas.divisor // by.together, total // by.least), 1)
 
     @cute.jit
-    def parts(self, total: Int32, sharers: Int32, first: Int32, tiles: Int32, side: Int32, by: Divisors) -> Parts:
+    def parts(
+        self, total: Int32, sharers: Int32, first: Int32, tiles: Int32, side: Int32, by: Divisors
+    ) -> Parts:
         """Of a unit of `tiles` tiles from number `first` on of the `total` of its head among those in step, which is
         head `side` of them, where work is balanced. A single part is a whole unit, and no slot has it."""
         share = share_of(total, sharers, first)
