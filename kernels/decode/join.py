@@ -89,9 +89,7 @@ class Join:
                 place = cute.make_ptr(Int32, place, cute.AddressSpace.gmem, assumed_align=4)
                 # What all threads of the CTA have left, by the barrier above, is seen by who finds it counted; and what
                 # was counted is seen by all of them, behind the barrier below.
-                cute.arch.fence_acq_rel_gpu()
-                told = cute.arch.atomic_add(place, Int32(1), sem="relaxed", scope="gpu")
-                cute.arch.fence_acq_rel_gpu()
+                told = cute.arch.atomic_add(place, Int32(1), sem="acq_rel", scope="gpu")
                 if told == parts.count - 1:
                     cute.make_tensor(place, cute.make_layout(1))[0] = Int32(0)
                     adds = Int32(1)
