@@ -159,7 +159,12 @@ class Combine(AddUp):
         rows = batch * seqlen_q * heads_q
         *tensors, factor = results
         self.kernel(*tensors, lengths, shares, by, factor, heads_k).launch(
-            grid=[cute.ceil_div(rows, WARPS), 1, 1], block=[32 * WARPS, 1, 1], stream=stream, use_pdl=self.pdl
+            grid=[cute.ceil_div(rows, WARPS), 1, 1],
+            block=[32 * WARPS, 1, 1],
+            stream=stream,
+            use_pdl=self.pdl,
+            # as the splitting kernel: an SM that has to divide its memory anew first ends what it runs
+            preferred_smem_carveout=100,
         )
 
     @cute.kernel
