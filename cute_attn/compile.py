@@ -205,7 +205,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
             wide(cutlass.Float32, *of_batch, heads_q, rows),
             wide(cutlass.Float32, *of_batch, heads_q, rows),
             wide(cutlass.Float32, *of_batch, heads_q, blocks, config.tile_m * config.qk_columns),
-            _int32(*of_batch, heads_q, blocks, config.dq_parts),
+            _int32(*of_batch, heads_q, cute.sym_int32(), config.dq_parts),
         ]
         if config.varlen:
             args += [integers(ends), integers(ends), integers(cute.sym_int32())]
@@ -594,21 +594,19 @@ def _chosen16(
 ) -> list[KernelConfig]:
     """16-bit kernels of these (head_dim, head_dim_v), dtypes, masks, sets of features and `pack_gqa`.
 
-    Forward kernels for sequences between and, where they have tiles of their own, for short and long ones, with and
-    without clusters; with `varlen` also those for sequences of unlike length, with `backward` also the backward ones,
-    but for the deterministic.
+    Forward kernels for long sequences and, where they have tiles of their own, for short ones, with and without
+    clusters; with `varlen` also those for sequences of unlike length, with `backward` also the backward ones, but for
+    the deterministic.
     """
     configs: dict[KernelConfig, None] = {}
     for (head_dim, head_dim_v), dtype, mask, chosen in itertools.product(head_dims, dtypes, masks, features):
         options = dict.fromkeys(chosen, True) | ({} if mask == "full" else {mask: True})
-        lengths = (plan16.SHORT_QUERIES, plan16.LONG_QUERIES - 1, plan16.LONG_QUERIES)
+        lengths = (plan16.SHORT_QUERIES, 1 << 20)
         for unlike, seqlen_q in itertools.product((False, True) if varlen else (False,), lengths):
             config = plan16.forward16_config(
                 head_dim, head_dim_v, dtype, **options, seqlen_q=seqlen_q, varlen=unlike
             )
-            # as short as not to have clusters is no sequence of LONG_QUERIES
-            clusters = (config.cluster,) if seqlen_q == plan16.LONG_QUERIES else (1, config.cluster)
-            for group, cluster in itertools.product(groups, clusters):
+            for group, cluster in itertools.product(groups, (1, config.cluster)):
                 configs[dataclasses.replace(config, pack_gqa=group, cluster=cluster)] = None
         if backward:
             options.pop("sinks", None)  # which need no kernel of their own

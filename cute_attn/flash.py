@@ -32,6 +32,7 @@ from cute_attn.tiles import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from cute_attn.launch import Forward16
+    from cute_attn.launch_backward import Backward16
 
 __all__ = [
     "flash_attn_explain",
@@ -332,6 +333,7 @@ class _Plan:
     window: tuple[int, int]  # -1 without an end
     loadable: tuple[bool, bool, bool]  # whether the kernel can read tensors of the strides of q, k, v
     forward: Forward16 | None = None  # the kernel's calls, from the first one on
+    backward: Backward16 | None = None  # likewise
 
 
 _plans: Remembered[_Plan] = Remembered()

@@ -3,7 +3,9 @@
 `flash_attn_func` comes here where a gradient is wanted or torch.compile traces it; other calls take the shorter way.
 `flash_varlen_autograd` has the operators of sequences of unlike length.
 The operators are `cute_attn::flash_attn_forward`, whose gradient is `cute_attn::flash_attn_backward`; neither has a
-second derivative. Between them live q, k, v, out and lse: memory is linear in the lengths.
+second derivative. Where nothing asks for operators (see `runs_directly`), `_Attend` does the same without them: torch's
+layers about a Python operator cost more host time than all else of a call. Between forward and backward live q, k, v,
+out and lse: memory is linear in the lengths.
 """
 
 from __future__ import annotations
@@ -19,8 +21,19 @@ from cute_attn.flash_backward import reference_backward
 from cute_attn.kernels.config import Bwd16Config, Bwd16Sm80Config, Fwd16Config, Fwd16Sm80Config
 from cute_attn.plan16 import backward16_config
 
-__all__ = ["attend", "backward", "backward_config", "operator_options"]
+__all__ = [
+    "attend",
+    "backward",
+    "backward_config",
+    "gradient_runs_directly",
+    "gradients",
+    "loaded",
+    "operator_options",
+    "runs_directly",
+    "sinks_gradient",
+]
 
+_PLAIN: Final = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _OPTIONS: Final = (
     "Tensor? alibi_slopes, Tensor? sinks, float? softmax_scale, bool causal, int left, int right, float softcap, "
     "bool deterministic, str backend"
@@ -45,11 +58,42 @@ def attend(
     Raises:
         TypeError, ValueError, NotImplementedError: as there.
     """
-    if not torch.compiler.is_compiling():
-        flash._find_plan(q, k, v, side, options, backend)  # which checks all arguments
     slopes, sinks = side["alibi_slopes"], side["sinks"]
+    plan = None
+    if not torch.compiler.is_compiling():
+        plan = flash._find_plan(q, k, v, side, options, backend)  # which checks all arguments
     validate.check_no_gradient(alibi_slopes=slopes)
+    if plan is not None and runs_directly(q, k, v, slopes, sinks):
+        return _Attend.apply(q, k, v, slopes, sinks, plan, options, backend)
     return torch.ops.cute_attn.flash_attn_forward(q, k, v, slopes, sinks, *operator_options(options), backend)
+
+
+def runs_directly(*tensors: Tensor | None) -> bool:
+    """Whether nothing has to see an operator: no tracing, no dispatch mode (fake tensors, selective checkpoints, counts
+    of operations), no transform of torch.func, no subclass of tensors."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+def gradient_runs_directly(dout: Tensor, dlse: Tensor | None, out: Tensor, *saved: Tensor | None) -> bool:
+    """Likewise in a backward. With grad mode on it does not: the operator says that it has no derivative.
+
+    Args:
+        dout, dlse: gradients; those that are not of the kind of `out` (batched by `is_grads_batched`, or zeros without
+            memory) are for the operator.
+        out: of the forward.
+        saved: all else that is read.
+    """
+    if torch.is_grad_enabled() or not runs_directly(dout, dlse, out, *saved):
+        return False
+    kind = torch._C._dispatch_keys(out).raw_repr()
+    return torch._C._dispatch_keys(dout).raw_repr() == kind and (
+        dlse is None or torch._C._dispatch_keys(dlse).raw_repr() == kind
+    )
 
 
 def operator_options(options: tuple[Any, ...]) -> tuple[float | None, bool, int, int, float, bool]:
@@ -120,8 +164,8 @@ def backward(
 
     Args:
         q, k, v, slopes, sinks: of the forward, `plan` its plan, out and lse its results.
-        dout, dlse: gradients of out and lse, any strides; None: zero.
-        deterministic: whether the sums of dq have an order.
+        dout, dlse: gradients of out and lse, any strides; dlse None: zero.
+        deterministic: whether the sums of dq have an order; that of `plan`.
     """
     slopes = None if slopes is None else slopes.expand(q.shape[0], q.shape[2])
     if plan.config is None:
@@ -140,28 +184,35 @@ def backward(
             sinks=sinks,
         )
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
-    from cute_attn.launch_backward import launch_backward16
+    launch = plan.backward
+    if launch is None:
+        from cute_attn.launch_backward import Backward16
 
-    config = backward_config(plan.config, deterministic, seqlen_q=q.shape[1])
-    loadable = (*plan.loadable, flash._loadable(out), dout.stride(3) == 1 and flash._loadable(dout))
-    q, k, v, out, dout = (
-        flash._loaded(x, fits) for x, fits in zip((q, k, v, out, dout), loadable, strict=True)
-    )
-    dq, dk, dv, d = launch_backward16(
-        q,
-        k,
-        v,
-        out,
-        lse,
-        dout,
-        config,
-        dlse=dlse,
-        softmax_scale=plan.softmax_scale,
-        softcap=plan.softcap,
-        window=plan.window,
-        alibi_slopes=slopes,
-    )
-    return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, lse, d)
+        launch = plan.backward = Backward16(
+            q.shape,
+            v.shape,
+            backward_config(plan.config, deterministic, seqlen_q=q.shape[1]),
+            q.device,
+            batch=q.shape[0],
+            softmax_scale=plan.softmax_scale,
+            softcap=plan.softcap,
+            window=plan.window,
+        )
+    q, k, v, out, dout = loaded(q, k, v, out, dout, plan)
+    dq, dk, dv, _, d = launch(q, k, v, out, lse, dout, dlse=dlse, alibi_slopes=slopes)
+    return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, lse, d[:, :, : q.shape[1]])
+
+
+def loaded(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, plan: flash._Plan
+) -> tuple[Tensor, ...]:
+    """All but the plan, copied where the kernel cannot read them."""
+    strides = out.stride()
+    address = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
+    if all(plan.loadable) and dout.stride() == strides and address % 16 == 0 and flash._loadable(out):
+        return q, k, v, out, dout
+    fits = (*plan.loadable, flash._loadable(out), dout.stride(-1) == 1 and flash._loadable(dout))
+    return tuple(flash._loaded(x, fit) for x, fit in zip((q, k, v, out, dout), fits, strict=True))
 
 
 def backward_config(
@@ -227,24 +278,77 @@ def _(
     return dq, dk, dv, lse.new_empty((0,) if sinks is None else sinks.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.options = inputs[5:]
+def gradients(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    *options: Any,
+    plan: flash._Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsinks) by `flash_attn_backward`, or without the operator where it runs directly.
+
+    Args: those of the operator; dout None: zero; plan: that of the forward, None: not at hand.
+    """
+    dout = torch.zeros_like(out) if dout is None else dout
+    given = (q, k, v, out, lse, dout, dlse)
+    if not gradient_runs_directly(dout, dlse, out, q, k, v, lse, slopes, sinks):
+        return torch.ops.cute_attn.flash_attn_backward(dout, dlse, q, k, v, out, lse, slopes, sinks, *options)
+    plan = _planned(q, k, v, slopes, sinks, *options) if plan is None else plan
+    return backward(*given, plan, slopes, sinks, options[5])
+
+
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], plan: flash._Plan | None = None
+) -> None:
+    ctx.options, ctx.plan = inputs[5:], plan
     ctx.save_for_backward(*inputs[:5], *output)
     ctx.set_materialize_grads(False)  # lse is seldom differentiated
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, slopes, sinks, out, lse = ctx.saved_tensors
-    none = (None,) * len(ctx.options)
+    needs_q, needs_k, needs_v, _, needs_sinks, *others = ctx.needs_input_grad
+    none = (None,) * len(others)
     if dout is None and dlse is None:
         return (None,) * 5 + none
-    dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dsinks = torch.ops.cute_attn.flash_attn_backward(
-        dout, dlse, q, k, v, out, lse, slopes, sinks, *ctx.options
+    given = (dout, dlse, q, k, v, out, lse, slopes, sinks)
+    dq, dk, dv, dsinks = gradients(*given, *ctx.options, plan=ctx.plan)
+    return (
+        dq if needs_q else None,
+        dk if needs_k else None,
+        dv if needs_v else None,
+        None,
+        dsinks if needs_sinks else None,
+        *none,
     )
-    needed = ctx.needs_input_grad
-    gradients = (dq, dk, dv, None, dsinks)
-    return tuple(x if needs else None for x, needs in zip(gradients, needed[:5], strict=True)) + none
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Attend(torch.autograd.Function):
+    """The operator with its gradient, where it runs directly."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slopes: Tensor | None,
+        sinks: Tensor | None,
+        plan: flash._Plan,
+        options: tuple[Any, ...],
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        output = flash._attend(q, k, v, plan, slopes, sinks)
+        _save(ctx, (q, k, v, slopes, sinks, *operator_options(options), backend), output, plan)
+        return output
+
+    backward = staticmethod(_differentiate)

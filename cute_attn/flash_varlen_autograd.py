@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from cute_attn import flash, flash_varlen, validate
-from cute_attn.flash_autograd import backward_config, operator_options, sinks_gradient
+from cute_attn.flash_autograd import (
+    backward_config,
+    gradient_runs_directly,
+    loaded,
+    operator_options,
+    runs_directly,
+    sinks_gradient,
+)
 from cute_attn.flash_backward import reference_backward, reference_varlen_backward
 
 __all__ = ["attend"]
@@ -45,12 +52,15 @@ def attend(
     Raises:
         TypeError, ValueError, NotImplementedError: as there.
     """
+    plan = None
     if not torch.compiler.is_compiling():
-        flash_varlen._find_plan(q, k, v, lengths, side, options, backend)  # which checks all arguments
-    validate.check_no_gradient(alibi_slopes=side["alibi_slopes"])
-    return torch.ops.cute_attn.flash_attn_varlen_forward(
-        q, k, v, *lengths.values(), side["alibi_slopes"], side["sinks"], *operator_options(options), backend
-    )
+        plan = flash_varlen._find_plan(q, k, v, lengths, side, options, backend)  # which checks all arguments
+    slopes, sinks = side["alibi_slopes"], side["sinks"]
+    validate.check_no_gradient(alibi_slopes=slopes)
+    given = (q, k, v, *lengths.values(), slopes, sinks)
+    if plan is not None and runs_directly(*given):
+        return _Attend.apply(*given, plan, options, backend)
+    return torch.ops.cute_attn.flash_attn_varlen_forward(*given, *operator_options(options), backend)
 
 
 def _planned(
@@ -170,39 +180,66 @@ def _gradients(
         dq, dk, dv, dsinks = reference_varlen_backward(*given, seqused_k=used, sinks=sinks, **options)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
     from cute_attn.launch import LOG2_E
-    from cute_attn.launch_backward import launch_backward16_varlen
+    from cute_attn.launch_backward import Backward16
 
-    config = backward_config(plan.config, deterministic)
-    loadable = (*plan.loadable, flash._loadable(out), dout.stride(2) == 1 and flash._loadable(dout))
-    q, k, v, out, dout = (
-        flash._loaded(x, fits) for x, fits in zip((q, k, v, out, dout), loadable, strict=True)
-    )
-    dq, dk, dv, rows = launch_backward16_varlen(
-        q, k, v, out, lse, dout, cu_q, cu_k, config, seqused_k=used, dlse=dlse, **options
-    )
+    launch = plan.backward
+    if launch is None:
+        launch = plan.backward = Backward16(
+            q.shape,
+            v.shape,
+            backward_config(plan.config, deterministic),
+            q.device,
+            batch=batch,
+            softmax_scale=plan.softmax_scale,
+            softcap=plan.softcap,
+            window=plan.window,
+        )
+    q, k, v, out, dout = loaded(q, k, v, out, dout, plan)
+    dq, dk, dv, lse2, d = launch(q, k, v, out, lse, dout, (cu_q, cu_k, used), dlse=dlse, alibi_slopes=slopes)
     if sinks is None:
         return dq, dk, dv, None
-    return dq, dk, dv, sinks_gradient(sinks, rows[:1] / LOG2_E, rows[1:])
+    return dq, dk, dv, sinks_gradient(sinks, lse2[None] / LOG2_E, d[None])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.options = inputs[_INPUTS:]
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], plan: flash._Plan | None = None
+) -> None:
+    ctx.options, ctx.plan = inputs[_INPUTS:], plan
     ctx.save_for_backward(*inputs[:_INPUTS], *output)
     ctx.set_materialize_grads(False)  # lse is seldom differentiated
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, *more, out, lse = ctx.saved_tensors
-    none = (None,) * len(ctx.options)
+    needed = ctx.needs_input_grad
+    none = (None,) * (len(needed) - _INPUTS)
     if dout is None and dlse is None:
         return (None,) * _INPUTS + none
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dsinks = torch.ops.cute_attn.flash_attn_varlen_backward(
-        dout, dlse, q, k, v, out, lse, *more, *ctx.options
-    )
+    given = (q, k, v, out, lse, dout, dlse)
+    if ctx.plan is None or not gradient_runs_directly(dout, dlse, out, q, k, v, lse, *more):
+        dq, dk, dv, dsinks = torch.ops.cute_attn.flash_attn_varlen_backward(
+            dout, dlse, q, k, v, out, lse, *more, *ctx.options
+        )
+    else:
+        dq, dk, dv, dsinks = _gradients(*given, ctx.plan, *_named(*more), deterministic=ctx.options[5])
     gradients = (dq, dk, dv, None, None, None, None, dsinks)
-    needed = ctx.needs_input_grad[:_INPUTS]
-    return tuple(x if needs else None for x, needs in zip(gradients, needed, strict=True)) + none
+    return tuple(x if needs else None for x, needs in zip(gradients, needed, strict=False)) + none
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Attend(torch.autograd.Function):
+    """The operator with its gradient, where it runs directly."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        *tensors, plan, options, backend = given
+        q, k, v, *more = tensors
+        lengths, side = _named(*more)
+        output = flash_varlen._attend(q, k, v, plan, **lengths, **side)  # type: ignore[arg-type]  # see `flash_varlen._run`
+        _save(ctx, (*tensors, *operator_options(options), backend), output, plan)
+        return output
+
+    backward = staticmethod(_differentiate)

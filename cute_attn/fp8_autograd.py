@@ -18,8 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from cute_attn import validate
-from cute_attn.flash_autograd import _backward  # noqa: F401  # the operator of the gradient
+from cute_attn import flash_autograd, validate
 from cute_attn.problem import device_capability
 from cute_attn.quantize import Fp8Recipe, Rotary, check_rotary, resolve_recipe
 
@@ -60,7 +59,7 @@ def attend(
             f"out_dtype is {out_dtype}, and a gradient is wanted; allowed: that of q, {q.dtype}, or None"
         )
     cos, sin, interleaved = rotary
-    return torch.ops.cute_attn.fp8_attention_forward(
+    given = (
         q,
         k,
         v,
@@ -80,6 +79,9 @@ def attend(
         *(r.name, r.qk_dtype, r.q_scale, r.k_scale, r.k_block),
         *(r.v_scale, r.rotation, r.rotation_seed, r.smooth_k, r.p_rounding),
     )
+    if flash_autograd.runs_directly(q, k, v, alibi_slopes, sinks, cos, sin):
+        return _Attend.apply(*given)
+    return torch.ops.cute_attn.fp8_attention_forward(*given)
 
 
 # Fields of `Fp8Recipe`, in their order.
@@ -89,14 +91,7 @@ _RECIPE: Final = (
 )
 
 
-@torch.library.custom_op(
-    "cute_attn::fp8_attention_forward",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? sinks, Tensor? rotary_cos, "
-    "Tensor? rotary_sin, bool rotary_interleaved, ScalarType? out_dtype, float? softmax_scale, bool causal, "
-    f"int left, int right, float softcap, bool deterministic, str backend, {_RECIPE}) -> (Tensor, Tensor)",
-)
-def _forward(
+def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -138,6 +133,15 @@ def _forward(
         )
 
 
+_forward = torch.library.custom_op(
+    "cute_attn::fp8_attention_forward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? sinks, Tensor? rotary_cos, "
+    "Tensor? rotary_sin, bool rotary_interleaved, ScalarType? out_dtype, float? softmax_scale, bool causal, "
+    f"int left, int right, float softcap, bool deterministic, str backend, {_RECIPE}) -> (Tensor, Tensor)",
+)(_run)
+
+
 @_forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None, *options: Any
@@ -160,7 +164,6 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     none = (None,) * (ctx.inputs - 5)
     if dout is None and dlse is None:
         return (None,) * 5 + none
-    dout = torch.zeros_like(out) if dout is None else dout
     *options, backend = ctx.options
     capability = device_capability(q.device)
     hopper = backend != "emulator" and capability is not None and capability[0] == 9
@@ -168,7 +171,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     if cos is not None:
         rotary = Rotary(cos, sin, ctx.interleaved)
         q, k = rotary.embed(q, first).to(q.dtype), rotary.embed(k).to(k.dtype)
-    dq, dk, dv, dsinks = torch.ops.cute_attn.flash_attn_backward(
+    dq, dk, dv, dsinks = flash_autograd.gradients(
         dout, dlse, q, k, v, out, lse, slopes, sinks, *options, "sm90" if hopper else "reference"
     )
     if cos is not None:  # a rotation's transpose is the rotation back
@@ -181,3 +184,15 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Attend(torch.autograd.Function):
+    """The operator with its gradient, where it runs directly (see `flash_autograd.runs_directly`)."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        output = _run(*given)
+        _save(ctx, given, output)
+        return output
+
+    backward = staticmethod(_differentiate)

@@ -1,156 +1,139 @@
-"""Launches of the 16-bit backward: gradients and workspace of one call."""
+"""Calls of the 16-bit backward: gradients and workspace."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from cute_attn.compile import compile_kernel
 from cute_attn.kernels.config import Bwd16Config, Bwd16Sm80Config
-from cute_attn.launch import LOG2_E, _window_ends, _zero
+from cute_attn.launch import _ELEMENTS, LOG2_E, _window_ends, _zero
 from cute_attn.launch_varlen import slots
+from cute_attn.memory import new_empty
 
 # Of Q, dO and the sum of dQ of the heads whose tiles are mixed under a causal mask: they stay in the L2 cache of 50 MB.
 _BYTES_IN_TURN = 32 << 20
 
 
-def launch_backward16(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    config: Bwd16Config | Bwd16Sm80Config,
-    *,
-    dlse: Tensor | None = None,
-    softmax_scale: float,
-    softcap: float = 0.0,
-    window: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the compiled 16-bit backward of `config`.
+class Backward16:
+    """The 16-bit backward of one configuration, shape, mask, scale and device, made ready for many calls.
 
-    Args:
-        q, k, v, out, dout: (batch, seqlen, heads, dim) of the dtype of `config` on a CUDA device, last stride 1,
-            addresses and strides multiples of 16 bytes, no empty dimension; out is that of the forward.
-        lse: (batch, heads_q, seqlen_q) float32, of the forward, any strides.
-        dlse: gradient of lse, likewise; None: zero.
-        softmax_scale, softcap, window, alibi_slopes: those of the forward, see `launch.Forward16`.
-
-    Returns:
-        (dq, dk, dv, d): gradients of the shapes and dtype of q, k, v, contiguous; d (batch, heads_q, seqlen_q) float32,
-        rowsum(dout * out) - dlse.
+    `backward(q, k, v, out, lse, dout)` launches it. What a call allocates is its gradients and its workspace, nothing
+    else runs in torch.
     """
-    batch, seqlen_q, heads_q, _ = q.shape
-    seqlen_k, heads_k = k.shape[1:3]
-    device = q.device
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
-    blocks = -(-seqlen_q // config.tile_m)
-    rows = torch.empty((2, batch, heads_q, blocks * config.tile_m), dtype=torch.float32, device=device)
-    dq_sum = torch.empty(
-        (batch, heads_q, blocks, config.tile_m * config.qk_columns), dtype=torch.float32, device=device
-    )
-    # of each part: key tiles that have added to it
-    turns = torch.empty(
-        (batch, heads_q, blocks, config.dq_parts) if config.deterministic else (1, 1, 1, 1),
-        dtype=torch.int32,
-        device=device,
-    )
-    if not config.deterministic:
-        turns = turns.expand(batch, heads_q, blocks, config.dq_parts)
-    zero = _zero(device)
-    compile_kernel(config)(
-        q,
-        k,
-        v,
-        out,
-        dout,
-        lse,
-        zero.expand(batch, heads_q, seqlen_q) if dlse is None else dlse,
-        zero.expand(batch, heads_q) if alibi_slopes is None else alibi_slopes,
-        dq,
-        dk,
-        dv,
-        rows[0],
-        rows[1],
-        dq_sum,
-        turns,
-        *_factors(softmax_scale, softcap),
-        *_window_ends(window, seqlen_q, seqlen_k),
-        _heads_in_turn(config, batch * heads_k, heads_q // heads_k * seqlen_q),
-    )
-    return dq, dk, dv, rows[1, :, :, :seqlen_q]
 
+    def __init__(
+        self,
+        shape_q: tuple[int, ...],
+        shape_v: tuple[int, ...],
+        config: Bwd16Config | Bwd16Sm80Config,
+        device: torch.device,
+        *,
+        batch: int,
+        softmax_scale: float,
+        softcap: float = 0.0,
+        window: tuple[int, int] = (-1, -1),
+    ):
+        """
+        Args:
+            shape_q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) of sequences of unlike
+                length, no dimension empty.
+            shape_v: (batch, seqlen_k, heads_k, head_dim_v), or (total_k, heads_k, head_dim_v), likewise.
+            batch: sequences.
+            softmax_scale, softcap, window: those of the forward, see `launch.Forward16`.
+        """
+        *of_batch, rows_q, heads_q, head_dim = shape_q
+        rows_k, heads_k, _ = shape_v[-3:]
+        if config.varlen:
+            blocks, heads, queries = slots(rows_q, batch, config.tile_m), heads_k, -(-rows_q // batch)
+        else:
+            blocks, heads, queries = -(-rows_q // config.tile_m), batch * heads_k, rows_q
+        self._varlen = config.varlen
+        self._kernel = compile_kernel(config)
 
-def launch_backward16_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    config: Bwd16Config | Bwd16Sm80Config,
-    *,
-    seqused_k: Tensor | None = None,
-    dlse: Tensor | None = None,
-    softmax_scale: float,
-    softcap: float = 0.0,
-    window: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the compiled 16-bit backward of `config`, which is one of sequences of unlike length.
+        def new(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[], Tensor]:
+            return new_empty((*of_batch, *shape), dtype, device)
 
-    Args:
-        q, k, v, out, dout: (total, heads, dim), otherwise as in `launch_backward16`.
-        lse, dlse: (heads_q, total_q) float32, likewise.
-        cu_seqlens_q, cu_seqlens_k, seqused_k: as in `flash_attn_varlen_func`.
-        softmax_scale, softcap, window, alibi_slopes: those of the forward, see `launch.launch_forward16_varlen`.
+        element = _ELEMENTS[config.dtype]
+        self._new_dq = new(rows_q, heads_q, head_dim, dtype=element)
+        self._new_dk = new(rows_k, heads_k, head_dim, dtype=element)
+        self._new_dv = new(*shape_v[-3:], dtype=element)
+        self._new_rows = new(heads_q, blocks * config.tile_m)
+        self._new_sum = new(heads_q, blocks, config.tile_m * config.qk_columns)
+        # of each part of a tile of dQ: key tiles that have added to it; or of each head: CTAs that have cleared a share
+        turns = (heads_q, blocks if config.deterministic else 1, config.dq_parts)
+        if config.deterministic or config.clears_ahead:
+            self._new_turns = new(*turns, dtype=torch.int32)
+        else:
+            nothing = _zero(device).view(torch.int32).expand(*of_batch, *turns)
+            self._new_turns = lambda: nothing
+        self._no_dlse = _zero(device).expand(*of_batch, heads_q, rows_q)
+        self._no_slopes = _zero(device).expand(batch, heads_q)
+        self._scalars = (*_factors(softmax_scale, softcap), *_window_ends(window, rows_q, rows_k))
+        self._turn = _heads_in_turn(config, heads, heads_q // heads_k * queries)
 
-    Returns:
-        (dq, dk, dv, rows): gradients of the shapes and dtype of q, k, v, contiguous, 0 in rows of no sequence and of
-        keys that do not count; rows (2, heads_q, slots) float32 is lse * log2(e) and d, of `launch_backward16`, in an
-        order of the kernel's: slots of no row, and of rows that see no key, have inf and 0.
-    """
-    total_q, heads_q, _ = q.shape
-    total_k, heads_k = k.shape[:2]
-    batch, device = cu_seqlens_q.shape[0] - 1, q.device
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
-    blocks = slots(total_q, batch, config.tile_m)
-    rows = torch.empty((2, heads_q, blocks * config.tile_m), dtype=torch.float32, device=device)
-    dq_sum = torch.empty(
-        (heads_q, blocks, config.tile_m * config.qk_columns), dtype=torch.float32, device=device
-    )
-    shape = (heads_q, blocks, config.dq_parts)
-    turns = torch.empty(shape if config.deterministic else (1, 1, 1), dtype=torch.int32, device=device)
-    zero = _zero(device)
-    compile_kernel(config)(
-        q,
-        k,
-        v,
-        out,
-        dout,
-        lse,
-        zero.expand(heads_q, total_q) if dlse is None else dlse,
-        zero.expand(batch, heads_q) if alibi_slopes is None else alibi_slopes,
-        dq,
-        dk,
-        dv,
-        rows[0],
-        rows[1],
-        dq_sum,
-        turns.expand(shape),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        cu_seqlens_k if seqused_k is None else seqused_k,
-        *_factors(softmax_scale, softcap),
-        *_window_ends(window, total_q, total_k),
-        int(seqused_k is not None),
-        _heads_in_turn(config, heads_k, heads_q // heads_k * -(-total_q // batch)),
-    )
-    return dq, dk, dv, rows
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        lengths: tuple[Tensor, Tensor, Tensor | None] | None = None,
+        *,
+        dlse: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Run the kernels.
+
+        Args:
+            q, k, v, out, dout: of the shapes planned for and the dtype of the configuration on the device, last stride
+                1, addresses and strides multiples of 16 bytes; out is that of the forward.
+            lse: (batch, heads_q, seqlen_q), or (heads_q, total_q), float32, of the forward, any strides.
+            lengths: cu_seqlens_q, cu_seqlens_k and seqused_k as in `flash_attn_varlen_func`, of sequences of unlike
+                length; else None.
+            dlse: gradient of lse, likewise; None: zero.
+            alibi_slopes: (batch, heads_q) float32, any strides, where the configuration has ALiBi; else None.
+
+        Returns:
+            (dq, dk, dv, lse2, d): gradients of the shapes and dtype of q, k, v, contiguous, of unlike lengths 0 in rows
+            of no sequence and of keys that do not count; lse * log2(e) and rowsum(dout * out) - dlse, both float32
+            (batch, heads_q, rows), of which the first seqlen_q count, or of unlike lengths (heads_q, slots) in an order
+            of the kernel's: slots of no row, and of rows that see no key, have inf and 0.
+        """
+        dq, dk, dv = self._new_dq(), self._new_dk(), self._new_dv()
+        lse2, d = self._new_rows(), self._new_rows()
+        ends: tuple[Tensor, ...] = ()
+        used: tuple[int, ...] = ()
+        if self._varlen:
+            assert lengths is not None
+            cu_q, cu_k, used_k = lengths
+            ends, used = (cu_q, cu_k, cu_k if used_k is None else used_k), (int(used_k is not None),)
+        self._kernel(
+            q,
+            k,
+            v,
+            out,
+            dout,
+            lse,
+            self._no_dlse if dlse is None else dlse,
+            self._no_slopes if alibi_slopes is None else alibi_slopes,
+            dq,
+            dk,
+            dv,
+            lse2,
+            d,
+            self._new_sum(),
+            self._new_turns(),
+            *ends,
+            *self._scalars,
+            *used,
+            self._turn,
+        )
+        return dq, dk, dv, lse2, d
 
 
 def _factors(softmax_scale: float, softcap: float) -> tuple[float, float, float]:

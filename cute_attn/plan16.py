@@ -37,14 +37,11 @@ from cute_attn.tiles import DTYPE_NAMES
 SHORT_QUERIES: Final = 2048
 """Queries of a causal sequence up to which a tile of the 16-bit kernel has fewer of them (perf/log.md, run 13)."""
 
-LONG_QUERIES: Final = 16384
-"""Queries from which a step of the 16-bit kernel has more keys (perf/log.md, run 16)."""
-
 LONG_QUERIES_BACKWARD: Final = 8192
 """Queries from which a step of the 16-bit backward has more of them under a causal mask, too."""
 
-_CAUSAL_CLUSTER_BLOCKS: Final = 8
-"""Tiles of a head from which clusters pay under a causal mask (likewise)."""
+_CAUSAL_CLUSTER_BLOCKS: Final = 64
+"""Tiles of a head from which clusters pay under a causal mask (perf/log.md, run 21)."""
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -63,14 +60,12 @@ class Tile16:
     why: str
     plain: bool | None = None  # only without (True) or with (False) a mask, softcap or ALiBi; None: both
     short: bool = False  # only causal sequences of at most SHORT_QUERIES queries
-    # only sequences of at least LONG_QUERIES queries, of one length, with no mask but a causal one and no other feature
-    long: bool = False
     tile_m: int = 128
     tile_n: int = 128
     consumer_regs: int = 240
     producer_regs: int = 24
     pingpong: bool = False  # turns of the warpgroups at the tensor core
-    cluster: int = 2  # where a head has tiles enough, see `choose_cluster`
+    cluster: int = 1  # where a head has tiles enough, see `choose_cluster`
 
 
 # a consumer's and the producer's where two consume and the producer looks for tiles, too; 240 would leave it 24
@@ -82,7 +77,6 @@ TILES_16: Final = (
         columns=64,
         short=True,
         pingpong=True,
-        cluster=1,
         why="a block of rows also computes keys that its diagonal tiles hide: blocks of 192 rows waste more there "
         "than their third consumer warpgroup gains",
     ),
@@ -92,7 +86,6 @@ TILES_16: Final = (
         consumer_regs=160,
         producer_regs=32,
         pingpong=True,
-        cluster=1,
         why="three consumer warpgroups in turns, for at 64 columns exp2 takes as long as the products; more keys "
         "a step do not fit into the 160 registers that three leave to a thread",
     ),
@@ -104,19 +97,13 @@ TILES_16: Final = (
     ),
     Tile16(
         columns=128,
-        long=True,
-        tile_n=176,
-        why="long sequences: S, P and O of 176 keys fit into 240 registers, and fewer steps are fewer waits",
+        why="176 keys a step would fit, but are slower: the maximum of a step is no longer what it waits for",
     ),
-    Tile16(
-        columns=128,
-        why="176 keys a step would fit, but waste more at the ends of rows than fewer waits gain",
-    ),
-    Tile16(columns=192, tile_n=112, why=_BOUND_16),
-    Tile16(columns=256, tile_n=80, why=_BOUND_16),
+    Tile16(columns=192, tile_n=112, cluster=2, why=_BOUND_16),
+    Tile16(columns=256, tile_n=80, cluster=2, why=_BOUND_16),
 )
 """Rows in the order of `columns`: the first that serves a problem is taken. Those of 64, 128 and 256 columns
-were measured on an H200 (perf/log.md, runs 11 and 16), the others follow them."""
+were measured on an H200 (perf/log.md, runs 11, 16 and 21), the others follow them."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,14 +157,8 @@ def forward16_choice(
     columns = -(-max(head_dim, head_dim_v) // 32) * 32
     plain = not (causal or window or softcap or alibi)
     short = causal and seqlen_q <= SHORT_QUERIES
-    long = seqlen_q >= LONG_QUERIES and not (window or softcap or alibi or sinks or varlen)
     tile = next(
-        t
-        for t in TILES_16
-        if columns <= t.columns
-        and t.plain in (None, plain)
-        and (short or not t.short)
-        and (long or not t.long)
+        t for t in TILES_16 if columns <= t.columns and t.plain in (None, plain) and (short or not t.short)
     )
     pack_gqa, why_pack = choose_pack_gqa(group, seqlen_q, tile.tile_m, varlen)
     consumer_regs, producer_regs = tile.consumer_regs, tile.producer_regs
@@ -288,8 +269,6 @@ def all_forward16_configs() -> list[Fwd16Config]:
         forward16_config(40, 72, "fp16"),
         forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1),
         forward16_config(64, 64, "bf16", causal=True, seqlen_q=SHORT_QUERIES),
-        forward16_config(128, 128, "bf16", seqlen_q=LONG_QUERIES - 1),
-        forward16_config(128, 128, "bf16", causal=True, seqlen_q=LONG_QUERIES - 1),
     ]
     varlen = [
         forward16_config(64, 64, "bf16", causal=True, varlen=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +12,10 @@ import pytest
 import torch
 from compiled import figures_of, no_spills
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cute_attn import (
     flash,
@@ -19,12 +23,15 @@ from cute_attn import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_autograd,
+    launch_backward,
     plan16,
 )
 from cute_attn.compile import KernelFigures
 from cute_attn.flash import masked_scores, reference
+from cute_attn.flash_autograd import runs_directly
 from cute_attn.flash_backward import reference_backward
 from cute_attn.kernels.config import HEAD_DIMS_16BIT, REGISTERS_PER_SM, SMEM_LIMIT, Bwd16Config
+from cute_attn.launch import LOG2_E
 from cute_attn.plan16 import backward16_config
 from cute_attn.remember import Remembered
 
@@ -186,6 +193,74 @@ def test_there_is_no_second_derivative() -> None:
         dq.float().sum().backward()
 
 
+class Seen(TorchDispatchMode):
+    """Names of the operators that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name.removeprefix("cute_attn::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_sees_operators() -> None:
+    """Dispatch modes, in the forward and in the backward, and transforms; nobody else."""
+    names = {"flash_attn_forward", "flash_attn_backward"}
+    q, k, v = bf16_inputs()
+    dout = torch.randn(2, 5, 4, 40).to(BF16)
+
+    def out(*tensors: Tensor) -> Tensor:
+        return flash_attn_func(*tensors, causal=True, backend="reference")  # type: ignore[return-value]
+
+    direct = out(q, k, v)
+    assert type(direct.grad_fn).__name__ == "_AttendBackward"
+    want = torch.autograd.grad(direct, (q, k, v), dout, retain_graph=True)
+    with Seen() as seen:
+        got = torch.autograd.grad(direct, (q, k, v), dout, retain_graph=True)
+    assert seen.names & names == {"flash_attn_backward"} and all(map(torch.equal, got, want))
+    with Seen() as seen:
+        got = torch.autograd.grad(out(q, k, v), (q, k, v), dout)
+    assert names <= seen.names and all(map(torch.equal, got, want))
+    assert not runs_directly(q, torch.nn.Buffer(k), torch.empty(3, device="meta").as_subclass(Other))
+    assert runs_directly(q, None, torch.nn.Parameter(k))
+
+    answers: list[bool] = []
+    torch.vmap(lambda x: answers.append(runs_directly(x)) or x)(dout)
+    assert answers == [False]
+    batch = torch.autograd.grad(
+        direct, (q, k, v), torch.stack([dout, -dout]), is_grads_batched=True, retain_graph=True
+    )
+    assert all(torch.equal(x[0], y) and torch.equal(x[1], -y) for x, y in zip(batch, want, strict=True))
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (q, k, v)]
+        assert out(*fakes).shape == direct.shape
+
+
+class Other(Tensor):
+    """Tensors of another kind."""
+
+
+def test_selective_checkpoint_keeps_the_operator() -> None:
+    q, k, v = bf16_inputs()
+    runs: list[None] = []
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op is FORWARD else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        runs.append(None)
+        return flash_attn_func(q * 2, k, v, backend="reference") * 2  # type: ignore[operator, return-value]
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    want = torch.autograd.grad(block(q, k, v).float().sum(), (q, k, v))
+    for context in ({}, {"context_fn": contexts}):
+        out = checkpoint(block, q, k, v, use_reentrant=False, **context)
+        assert all(map(torch.equal, torch.autograd.grad(out.float().sum(), (q, k, v)), want))
+    assert len(runs) == 5
+
+
 def test_saved_memory_is_linear() -> None:
     def saved(seqlen: int) -> int:
         sizes: list[int] = []
@@ -267,28 +342,32 @@ def test_torch_compile_traces_one_graph(dynamic: bool) -> None:
 def test_what_the_backward_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels and their arguments, on a Hopper GPU that is not there."""
     calls: list[tuple[Bwd16Config, dict[str, Any]]] = []
+    made: list[Bwd16Config] = []
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *side: Tensor | None) -> tuple[Tensor, Tensor]:
         return torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.zeros(
             q.shape[0], q.shape[2], q.shape[1]
         )
 
-    def backward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        config: Bwd16Config,
-        **options: Any,
-    ) -> tuple[Tensor, ...]:
-        assert all(flash._loadable(x) and x.stride(3) == 1 for x in (q, k, v, out, dout))
-        calls.append((config, options))
-        return *(torch.zeros_like(x) for x in (q, k, v)), torch.ones(q.shape[0], q.shape[2], q.shape[1])
+    def prepared(
+        shape_q: Any, shape_v: Any, config: Bwd16Config, device: torch.device, **about: Any
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        made.append(config)
+
+        def backward(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, **options: Any
+        ) -> tuple[Tensor, ...]:
+            assert (q.shape, v.shape, about["batch"]) == (shape_q, shape_v, 2)
+            assert all(flash._loadable(x) and x.stride(3) == 1 for x in (q, k, v, out, dout))
+            calls.append((config, about | options))
+            d = torch.full((2, 4, 320), 1.0)  # rows of whole tiles
+            d[:, :, 300:] = torch.nan
+            return *(torch.zeros_like(x) for x in (q, k, v)), torch.full_like(d, torch.nan), d
+
+        return backward
 
     monkeypatch.setattr("cute_attn.launch.Forward16", lambda *given, **options: forward)
-    monkeypatch.setattr("cute_attn.launch_backward.launch_backward16", backward)
+    monkeypatch.setattr("cute_attn.launch_backward.Backward16", prepared)
     monkeypatch.setattr(flash, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flash, "_plans", Remembered())
     q, k, v = inputs((300, 200, 4, 2), BF16, 64, 40)
@@ -301,11 +380,63 @@ def test_what_the_backward_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     config, given = launched(causal=True)
     assert config == backward16_config(64, 40, "bf16", causal=True) and given["window"] == (-1, 0)
     assert given["softmax_scale"] == 0.125 and given["dlse"] is None
+    launched(causal=True)
+    assert (len(made), len(calls)) == (1, 2)  # made ready once
     config, given = launched(window_size=(7, 9), deterministic=True, softcap=2.0, alibi_slopes=torch.zeros(4))
     assert config.window and config.deterministic and config.softcap and config.alibi
     assert (given["window"], given["softcap"], given["alibi_slopes"].shape) == ((7, 9), 2.0, (2, 4))
     launched(sinks=sinks)
     assert torch.equal(sinks.grad, torch.full((4,), -600.0))  # exp(0 - 0) * 1 of 2 * 300 rows
+
+
+def test_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(launch_backward, "compile_kernel", lambda config: lambda *given: seen.append(given))
+    q, k, v = (x.detach() for x in inputs((300, 200, 4, 2), BF16, 64, 40))
+    out, lse = torch.zeros(2, 300, 4, 40, dtype=BF16), torch.zeros(2, 4, 300)
+    for deterministic in (False, True):
+        config = backward16_config(64, 40, "bf16", window=True, deterministic=deterministic)
+        backward = launch_backward.Backward16(
+            q.shape, v.shape, config, q.device, batch=2, softmax_scale=0.5, softcap=2.0, window=(-1, 3)
+        )
+        dq, dk, dv, lse2, d = backward(q, k, v, out, lse, out)
+        assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
+        assert (dq.dtype, dk.dtype, dv.dtype) == (BF16, BF16, BF16)
+        at = seen[-1]
+        assert at[:6] == (q, k, v, out, out, lse)
+        assert at[6].shape == lse.shape and at[7].shape == (2, 4) and not at[6].any() and not at[7].any()
+        assert at[8] is dq and at[9] is dk and at[10] is dv and at[11] is lse2 and at[12] is d
+        assert lse2.shape == d.shape == (2, 4, 384)
+        assert at[13].shape == (2, 4, 3, 128 * 64)
+        # turns of the parts of three query tiles, or counts of heads
+        assert at[14].shape == (2, 4, 3 if deterministic else 1, 2)
+        assert at[14].dtype == torch.int32 and at[14].is_contiguous()
+        assert at[15:] == (0.5, 2.0 * LOG2_E, 0.5 * LOG2_E, 200, 3, 4)  # all four heads of K fit
+        again = backward(q, k, v, out, lse, out, dlse=lse, alibi_slopes=lse[:, :, 0])
+        assert seen[-1][6] is lse and seen[-1][7].shape == (2, 4)
+        assert not {x.data_ptr() for x in again} & {x.data_ptr() for x in (dq, dk, dv, lse2, d)}
+
+
+def test_what_the_kernel_cannot_read_is_copied() -> None:
+    q, k, v = (x.detach() for x in inputs((6, 5, 4, 2), BF16, 64, 64))
+    out = torch.zeros(2, 6, 4, 64, dtype=BF16)
+    plan = flash._Plan(None, 1.0, 0.0, (-1, -1), (True, True, True))
+    odd = torch.zeros(out.numel() + 1, dtype=BF16)[1:].view(out.shape)
+    far = torch.zeros(2, 4, 6, 64, dtype=BF16).transpose(1, 2)
+    for dout, copied in (
+        (out, False),
+        (far, False),
+        (odd, True),
+        (out[:, :1].expand(out.shape), True),
+        (torch.zeros(2, 6, 64, 4, dtype=BF16).transpose(2, 3), True),
+    ):
+        got = flash_autograd.loaded(q, k, v, out, dout, plan)
+        assert got[0] is q and got[1] is k and got[2] is v and got[3] is out
+        assert (got[4] is dout) != copied and torch.equal(got[4], dout)
+        assert flash._loadable(got[4]) and got[4].data_ptr() % 16 == 0 and got[4].stride(3) == 1
+    plan.loadable = (False, True, True)
+    got = flash_autograd.loaded(q, k, v, out, out, plan)
+    assert got[0] is not q and torch.equal(got[0], q) and got[1] is k
 
 
 # --- the plan

@@ -6,6 +6,7 @@ nothing else. Outputs are poisoned before every launch: what the kernel does not
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -57,17 +58,10 @@ SHAPES = (
 WINDOWS = ((0, 0), (17, 0), (200, 31), (-1, 40), (100, -1), (5000, 5000))
 
 VARIANTS = [
-    replace(
-        forward16_config(d, d, "bf16", causal=causal), overlap=overlap, pingpong=pingpong, skip_rescale=skip
-    )
+    replace(forward16_config(d, d, "bf16", causal=causal), overlap=overlap, pingpong=pingpong)
     for d in (64, 128, 256)
     for causal in (False, True)
-    for overlap, pingpong, skip in (
-        (True, True, False),
-        (True, False, True),
-        (False, True, True),
-        (False, False, False),
-    )
+    for overlap, pingpong in itertools.product((False, True), repeat=2)
 ]
 CLUSTERS = [
     replace(forward16_config(d, d, "bf16", causal=causal), cluster=2)
@@ -232,6 +226,25 @@ def test_large_logits_across_tiles(size: float, backend: str) -> None:
     k *= torch.linspace(0.1, 3.0, 1000, device=DEVICE).view(1, -1, 1, 1).to(BF16)
     got = flash_attn_func(q, k, v, causal=True, return_lse=True, backend=backend)
     check(got, q, k, v, window=(-1, 0))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("octaves", [0.5, 6.0, 9.0, 40.0])
+def test_references_that_lag(octaves: float, head_dim: int, causal: bool, backend: str) -> None:
+    """Scores grow with each 128 keys on the way that the kernels take, from the last key to the first: in steps below
+    the margin in which a reference may lag, which add up beyond it, and in steps above it."""
+    seqlen = 1500
+    q, k, v = tensors((1, seqlen, seqlen, 2, 2), head_dim, head_dim)
+    way = torch.randn(head_dim, device=DEVICE).sign()
+    step = (
+        octaves * math.log(2.0) / math.sqrt(head_dim)
+    )  # of a score by 1 / sqrt(head_dim) and the length of `way`
+    steps = torch.arange(seqlen, 0, -1, device=DEVICE) // 128 * step
+    k = (k.float() * 0.1 + way * steps.view(1, -1, 1, 1)).to(BF16)
+    q = (q.float() * 0.1 + way).to(BF16)
+    got = flash_attn_func(q, k, v, causal=causal, return_lse=True, backend=backend)
+    check(got, q, k, v, window=(-1, 0 if causal else -1))
 
 
 def test_strided_views(backend: str) -> None:

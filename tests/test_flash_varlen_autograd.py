@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_attn import (
     flash,
@@ -135,6 +137,22 @@ def test_only_what_is_needed_and_once() -> None:
         attend([q, k, v, *cu], alibi_slopes=torch.zeros(4, requires_grad=True))
 
 
+def test_a_dispatch_mode_sees_operators() -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    given = inputs()
+    want = torch.autograd.grad(attend(given).float().sum(), given[:3])
+    with Seen():
+        out = attend(given)
+        got = torch.autograd.grad(out.float().sum(), given[:3])
+    assert all(map(torch.equal, got, want))
+    assert {f"cute_attn::flash_attn_varlen_{x}" for x in ("forward", "backward")} <= set(names)
+
+
 def test_packed_forms() -> None:
     lengths = (5, 0, 2)
     cu = ends(lengths)
@@ -235,18 +253,24 @@ def test_what_the_backward_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Any:
         return torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype), torch.zeros(q.shape[1], q.shape[0])
 
-    def backward(*given: Any, **options: Any) -> tuple[Tensor, ...]:
-        *tensors, cu_q, cu_k, config = given
-        assert len(tensors) == 6 and cu_q is cu[0] and cu_k is cu[1]
-        assert all(flash._loadable(x) and x.stride(2) == 1 for x in (*tensors[:4], tensors[5]))
-        calls.append((config, options))
-        rows = torch.zeros(2, 4, 128)
-        rows[0, :, ::2] = torch.inf  # slots without a row
-        rows[1, :, 1::2] = 1.0
-        return *(torch.zeros_like(x) for x in tensors[:3]), rows
+    def prepared(
+        shape_q: Any, shape_v: Any, config: Bwd16Config, device: torch.device, **about: Any
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        def backward(*given: Any, **options: Any) -> tuple[Tensor, ...]:
+            *tensors, (cu_q, cu_k, used) = given
+            assert len(tensors) == 6 and cu_q is cu[0] and cu_k is cu[1] and about["batch"] == 6
+            assert (tensors[0].shape, tensors[2].shape) == (shape_q, shape_v)
+            assert all(flash._loadable(x) and x.stride(2) == 1 for x in (*tensors[:4], tensors[5]))
+            calls.append((config, {**about, **options, "seqused_k": used}))
+            lse2, d = torch.zeros(4, 128), torch.zeros(4, 128)
+            lse2[:, ::2] = torch.inf  # slots without a row
+            d[:, 1::2] = 1.0
+            return *(torch.zeros_like(x) for x in tensors[:3]), lse2, d
+
+        return backward
 
     monkeypatch.setattr("cute_attn.launch.launch_forward16_varlen", forward)
-    monkeypatch.setattr("cute_attn.launch_backward.launch_backward16_varlen", backward)
+    monkeypatch.setattr("cute_attn.launch_backward.Backward16", prepared)
     monkeypatch.setattr(flash, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flash_varlen, "_plans", Remembered())
     *tensors, cu_q, cu_k = inputs(head_dim_v=40)
@@ -279,23 +303,26 @@ def test_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     used = torch.tensor(USED, dtype=torch.int32)
     for deterministic in (False, True):
         config = backward16_config(64, 40, "bf16", window=True, deterministic=deterministic, varlen=True)
-        dq, dk, dv, rows = launch_backward.launch_backward16_varlen(
-            q, k, v, out, lse, out, cu_q, cu_k, config, softmax_scale=0.5, window=(-1, 3), seqused_k=used
+        backward = launch_backward.Backward16(
+            q.shape, v.shape, config, q.device, batch=6, softmax_scale=0.5, window=(-1, 3)
         )
+        dq, dk, dv, lse2, d = backward(q, k, v, out, lse, out, (cu_q, cu_k, used))
         assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
+        assert (dq.dtype, dk.dtype, dv.dtype) == (BF16, BF16, BF16)
         slots = 18 // 128 + 6
-        assert rows.shape == (2, 4, slots * 128)
+        assert lse2.shape == d.shape == (4, slots * 128)
         at = seen[-1]
         assert at[:6] == (q, k, v, out, out, lse) and at[6].shape == (4, 18) and at[7].shape == (6, 4)
-        assert at[8] is dq and at[9] is dk and at[10] is dv
-        assert at[13].shape == (4, slots, 128 * 64) and at[14].shape == (4, slots, 2)
-        assert at[14].is_contiguous() == deterministic
+        assert at[8] is dq and at[9] is dk and at[10] is dv and at[11] is lse2 and at[12] is d
+        assert at[13].shape == (4, slots, 128 * 64) and at[14].shape == (4, slots if deterministic else 1, 2)
+        assert at[14].dtype == torch.int32 and at[14].is_contiguous() == deterministic
         assert at[15] is cu_q and at[16] is cu_k and at[17] is used
         # two heads of K: both fit, by the average length of three rows
         assert at[18:] == (0.5, 0.5 * LOG2_E, 0.0, 17, 3, 1, 2)
-    launch_backward.launch_backward16_varlen(
-        q, k, v, out, lse, out, cu_q, cu_k, config, dlse=lse, softmax_scale=0.5, softcap=2.0
+    backward = launch_backward.Backward16(
+        q.shape, v.shape, config, q.device, batch=6, softmax_scale=0.5, softcap=2.0
     )
+    backward(q, k, v, out, lse, out, (cu_q, cu_k, None), dlse=lse)
     at = seen[-1]
     assert at[6] is lse and at[17] is cu_k
     assert at[18:] == (0.5, 2.0 * LOG2_E, 0.5 * LOG2_E, 17, 18, 0, 2)

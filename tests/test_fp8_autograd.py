@@ -292,15 +292,18 @@ def test_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    def backward(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *more: Any, **options: Any
-    ) -> Any:
-        assert bool((out == 1).all()) and bool((lse == 2).all())
-        backwards.append({"q": q, "config": more[1], **options})
-        return *(torch.zeros_like(x) for x in (q, k, v)), torch.zeros_like(lse)
+    def prepared(shape_q: Any, shape_v: Any, config: Any, device: Any, **about: Any) -> Callable[..., Any]:
+        def backward(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, **options: Any
+        ) -> Any:
+            assert bool((out == 1).all()) and bool((lse == 2).all())
+            backwards.append({"q": q, "config": config, **about, **options})
+            return *(torch.zeros_like(x) for x in (q, k, v)), torch.zeros_like(lse), torch.zeros_like(lse)
+
+        return backward
 
     monkeypatch.setattr("cute_attn.launch.Attention", attention)
-    monkeypatch.setattr("cute_attn.launch_backward.launch_backward16", backward)
+    monkeypatch.setattr("cute_attn.launch_backward.Backward16", prepared)
     for module in (api, flash, fp8_autograd, problem):
         monkeypatch.setattr(module, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flash, "_plans", Remembered())

@@ -1,10 +1,11 @@
 """The passes before and behind the main kernel of the backward (sm90/bwd.py has the tensors and the formulas).
 
 Before (`BwdPrologue`): D = rowsum(dO * O) - dlse and lse2 = lse * log2(e) of every query row, for rows that are padded
-to a multiple of tile_m; and zeros for the sum of dQ and its turns. Behind (`BwdEpilogue`): dQ = softmax_scale * sum,
-rounded to 16 bits and brought from the order of accumulators into rows. Both are bound by bandwidth; a CTA takes tile_m
-rows of one head, of a slot where there are sequences of unlike length (common/varlen.py). Rows of no sequence, before
-the first and behind the last, have no slot: the pass before clears their gradients.
+to a multiple of tile_m; and zeros for the sum of dQ, with `clears_ahead` of the first heads, and its turns. Behind
+(`BwdEpilogue`): dQ = softmax_scale * sum, rounded to 16 bits and brought from the order of accumulators into rows. Both
+are bound by bandwidth; a CTA takes tile_m rows of one head, of a slot where there are sequences of unlike length
+(common/varlen.py). Rows of no sequence, before the first and behind the last, have no slot: the pass before clears
+their gradients.
 """
 
 from __future__ import annotations
@@ -56,16 +57,17 @@ class BwdPrologue:
         lse2: cute.Tensor,  # (batch, heads_q, rows)
         d_rows: cute.Tensor,  # likewise
         dq_sum: cute.Tensor,  # (batch, heads_q, blocks, tile_m * qk_columns)
-        turns: cute.Tensor,  # (batch, heads_q, blocks, dq_parts)
+        turns: cute.Tensor,  # (batch, heads_q, rows, dq_parts), see sm90/bwd.py
+        clear_heads: Int32,  # of all batches, whose sum of dQ is cleared; read with `clears_ahead`
         stream,
         gradients=(),  # dq, dk, dv (batch, seqlen, heads, dim); read with `varlen`
         lengths=(),  # with `varlen` (cu_seqlens_q, cu_seqlens_k); blocks are slots then
     ):
         batch, heads, blocks, _ = dq_sum.shape
         gradients = gradients if const_expr(self.cfg.varlen) else ()
-        self.kernel(out, dout, lse, dlse, lse2, d_rows, dq_sum, turns, gradients, lengths).launch(
-            grid=[blocks * heads * batch, 1, 1], block=[THREADS, 1, 1], stream=stream
-        )
+        self.kernel(
+            out, dout, lse, dlse, lse2, d_rows, dq_sum, turns, clear_heads, gradients, lengths
+        ).launch(grid=[blocks * heads * batch, 1, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
@@ -78,6 +80,7 @@ class BwdPrologue:
         m_d_rows: cute.Tensor,
         m_dq_sum: cute.Tensor,
         m_turns: cute.Tensor,
+        clear_heads: Int32,
         gradients,
         lengths,
     ):
@@ -91,6 +94,10 @@ class BwdPrologue:
         zeros.fill(0.0)
         dq_sum = m_dq_sum[batch, head, block, None]
         count = cfg.tile_m * cfg.qk_columns // 4
+        if const_expr(cfg.clears_ahead):
+            count = Int32(count) if batch * heads + head < clear_heads else Int32(0)
+            if (block == 0) & (tid == 0):
+                m_turns[batch, head, 0, 0] = Int32(0)
         if const_expr(cfg.varlen):
             _, first, left = block_of_slot(block, lengths[0], slot_shift(cfg.tile_m))
             end = first + left

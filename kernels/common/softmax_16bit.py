@@ -102,7 +102,7 @@ class Softmax16bit:
 
         masking  hidden scores of the tile are -inf, and a row may have seen no key yet
         """
-        maximum, total, rescale = state
+        maximum, _, rescale = state
         s = rows(acc)
         columns = cute.size(s, mode=[1])
         offset = cute.make_rmem_tensor(2, Float32)
@@ -133,11 +133,17 @@ class Softmax16bit:
         else:  # where the assembler would make no branch of that
             for _ in cutlass.range(turns_if_any(huge), unroll=1):
                 self.subtract_first(*slow)
+        self.exponentials(s, state, factor, offset)
+
+    @cute.jit
+    def exponentials(self, s, state, factor, offset):
+        """P = 2^(S * factor + offset) in place, and its sums: s (2, columns), factor (1,), offset (2,)."""
+        total, rescale = state[1], state[2]
         for r in cutlass.range_constexpr(2):
             partial = cute.make_rmem_tensor(2, Float32)  # two chains of additions
             partial[0] = total[r] * rescale[r]
             partial[1] = Float32(0.0)
-            for i in cutlass.range_constexpr(columns):
+            for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
                 s[r, i] = cute.math.exp2(s[r, i] * factor[0] + offset[r], fastmath=True)
                 partial[i % 2] = partial[i % 2] + s[r, i]
             total[r] = partial[0] + partial[1]
@@ -167,7 +173,7 @@ class Softmax16bit:
         lse: cute.Tensor,
     ):
         """Divide by the row sum; lse (2,) in natural log. A row without keys gives 0, and -inf or its sink."""
-        maximum, total, _ = state
+        maximum, total = state[:2]
         o = rows(out[0])
         g = self.cfg.pack_gqa
         for r in cutlass.range_constexpr(2):

@@ -1,4 +1,4 @@
-"""Turns in which CTAs add to a sum in memory, so that its order is fixed."""
+"""Counts in memory by which CTAs wait for others: turns in which they add to a sum, so that its order is fixed."""
 
 from __future__ import annotations
 

@@ -95,6 +95,12 @@ class Bwd16Config:
         return self.consumer_warpgroups
 
     @property
+    def clears_ahead(self) -> bool:
+        """Whether CTAs clear the sum of dQ of later heads as they compute, in a warp that has nothing else to do; else
+        the pass before clears all."""
+        return not (self.dq_direct or self.varlen or self.deterministic) and self.consumer_warpgroups < 3
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA: 1 KiB of barriers and alignment, K, V, the rings of Q and dO with their rows
         of lse and D, dS, dQ."""

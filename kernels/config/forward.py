@@ -270,7 +270,6 @@ class Fwd16Config(_Forward):
     # Q K^T of the next tile is issued before P V of this one, and its softmax runs under it
     overlap: bool = True
     pingpong: bool = True  # the warpgroups issue their products in turn
-    skip_rescale: bool = True  # a warp leaves O as it is where none of its row maxima moved
     consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
     producer_regs: int = 24
     cluster: int = 1  # CTAs that share every tile of K and V: each loads a part for all
@@ -316,11 +315,7 @@ class Fwd16Config(_Forward):
 
     @property
     def name(self) -> str:
-        steps = (
-            ("o" if self.overlap else "")
-            + ("p" if self.pingpong else "")
-            + ("s" if self.skip_rescale else "")
-        )
+        steps = ("o" if self.overlap else "") + ("p" if self.pingpong else "")
         steps = f"_{steps}" if steps else ""
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
         cta = ("" if self.cluster == 1 else f"_x{self.cluster}") + (

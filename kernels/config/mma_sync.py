@@ -152,7 +152,8 @@ class Bwd16Sm80Config:
     varlen: bool = False  # sequences of unlike length, their rows behind one another
     arch: str = "sm_90a"
 
-    dq_parts = 1  # as in Bwd16Config
+    dq_parts = 1  # as in Bwd16Config, and so is the next
+    clears_ahead = False
 
     @property
     def threads(self) -> int:

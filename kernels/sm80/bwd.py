@@ -91,6 +91,7 @@ class Bwd16Sm80Main:
         window_left: Int32,
         window_right: Int32,
         turn: Int32,  # heads of K whose tiles are mixed, see `key_block_coord`
+        ahead: Int32,  # not read
         stream,
         lengths=(),  # with `varlen`, see `kernel`; batch is 1 then
     ):

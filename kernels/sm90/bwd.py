@@ -12,11 +12,13 @@ Tensors (every stride is dynamic, the last one is 1):
     dk, dv   of the shapes of k and v                                                       as q
     lse2, d  (batch, heads_q, rows)                  float32; rows is a multiple of tile_m, those past seqlen_q have
                                                      lse2 = inf, which makes their P 0, and D = 0
-    dq_sum   (batch, heads_q, rows / tile_m, tile_m * qk_columns) float32, zeroed: sum of dS K before softmax_scale, in
-             the order of accumulators (see `BwdMainloop.add_dq`)
+    dq_sum   (batch, heads_q, rows / tile_m, tile_m * qk_columns) float32: sum of dS K before softmax_scale, in the
+             order of accumulators (see `BwdMainloop.add_dq`). Zeroed, but where `clears_ahead` only that of the first
+             `ahead` heads of K: each CTA clears a share of that of the head as many heads on, see `clear_ahead`
     slopes   (batch, heads_q)                        float32, of ALiBi; read only by its configurations
-    turns    (batch, heads_q, rows / tile_m, consumer warpgroups)  int32, zeroed; read only if deterministic: how many
-                                                     key tiles have added to the sum of dQ
+    turns    int32, zeroed. If deterministic, (batch, heads_q, rows / tile_m, consumer warpgroups): how many key tiles
+             have added to a part of the sum of dQ. Where `clears_ahead`, (batch, heads_q, 1, consumer warpgroups), of
+             which the first entry of the first head of a group counts CTAs that have cleared their share of the group's
 
 and of sequences of unlike length (`varlen`; the rows of all behind one another, see common/varlen.py), without a mode
 for the batch in all but slopes
@@ -46,13 +48,14 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pl
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
 from ..any.bwd_passes import BwdEpilogue, BwdPrologue
 from ..common.pointers import aligned
 from ..common.scheduler import key_block_coord, key_block_order, query_blocks
+from ..common.turns import await_turn, end_turn
 from ..common.varlen import (
     FAR,
     first_slot,
@@ -73,6 +76,18 @@ from .operands import ELEMENTS, row_major_atom
 def rows_first(x: cute.Tensor) -> cute.Tensor:
     """(batch, seqlen, heads, dim) -> (seqlen, dim, heads, batch)."""
     return cute.make_tensor(x.iterator, cute.select(x.layout, [1, 3, 2, 0]))
+
+
+@cute.jit
+def heads_ahead(turn: Int32, q: cute.Tensor, k: cute.Tensor) -> Int32:
+    """How many heads of K on a CTA clears the sum of dQ, see `Bwd16Main.clear_ahead`; `turn` as in `key_block_coord`.
+    Of q, k (batch, seqlen, heads, dim)."""
+    ahead = turn
+    if (
+        q.shape[1] > 8 * k.shape[1]
+    ):  # a CTA would clear a large share, and there are few CTAs before those that wait
+        ahead = k.shape[0] * k.shape[2]  # none
+    return ahead
 
 
 class Bwd16Main:
@@ -106,6 +121,7 @@ class Bwd16Main:
         window_left: Int32,
         window_right: Int32,
         turn: Int32,  # heads of K whose tiles are mixed, see `key_block_coord`
+        ahead: Int32,  # heads of K, see `clear_ahead`
         stream,
         lengths=(),  # with `varlen`, see `kernel`; batch is 1 then
     ):
@@ -190,6 +206,7 @@ class Bwd16Main:
             window_right,
             key_block_order(n_blocks, batches, heads_k, turn, cfg),
             group,
+            ahead,
             lengths,
         ).launch(
             grid=[n_blocks * heads_k * batches, 1, 1],
@@ -224,7 +241,7 @@ class Bwd16Main:
         m_d_rows: cute.Tensor,  # likewise
         m_dq_sum: cute.Tensor,  # (batch, heads_q, blocks, tile_m * qk_columns)
         slopes: cute.Tensor,  # (batch, heads_q)
-        m_turns: cute.Tensor,  # (batch, heads_q, blocks, warpgroups)
+        m_turns: cute.Tensor,  # (batch, heads_q, blocks or 1, warpgroups)
         softmax_scale: Float32,
         score_scale_log2: Float32,
         softcap_factor: Float32,
@@ -232,6 +249,7 @@ class Bwd16Main:
         window_right: Int32,
         order,  # of key tiles, see `key_block_order`
         group: Int32,  # query heads of a key head
+        ahead: Int32,
         # with `varlen` (cu_seqlens_q, cu_seqlens_k, seqused_k, whether that counts); else ()
         lengths,
     ):
@@ -254,19 +272,20 @@ class Bwd16Main:
         if const_expr(cfg.varlen):
             place, stored = key_tile(n_block, head_k, cfg.tile_n, lengths)
             if stored > 0:  # the same in all threads
-                self.work(place, stored, group, *more)
+                self.work(place, stored, group, ahead, *more)
         else:
             place = (n_block, head_k, batch, Int32(0), m_q.shape[0], Int32(0), m_k.shape[0])
-            self.work(place, Int32(0), group, *more)
+            self.work(place, Int32(0), group, ahead, *more)
 
     @cute.jit
-    def work(self, place, stored: Int32, group: Int32, loads, stores, layouts, rows, scalars):
+    def work(self, place, stored: Int32, group: Int32, ahead: Int32, loads, stores, layouts, rows, scalars):
         """A CTA's key tile.
 
         place   (key tile of the sequence, head of K, sequence, first row in q, seqlen_q, first key in k, seqlen_k), of
                 which the first row and key are 0 without `varlen`
         stored  see `varlen.key_tile`; read with `varlen`
         group   query heads of a key head
+        ahead   see `clear_ahead`
         loads   (copy atom, tensor) of Q, K, V, dO; stores likewise of dK, dV
         """
         cfg = self.cfg
@@ -350,6 +369,8 @@ class Bwd16Main:
             if const_expr(not cfg.dq_direct):
                 part = warp_idx - 4 * cfg.consumer_warpgroups - 1
                 if part >= 0 and part < cfg.consumer_warpgroups:
+                    if const_expr(cfg.clears_ahead):
+                        self.await_cleared((n_block, head_k, batch), group, ahead, m_k, m_turns)
                     for h in cutlass.range(group, unroll=1):
                         head = head_k * group + h
                         self.mainloop.send(
@@ -360,6 +381,9 @@ class Bwd16Main:
                             blocks,
                             part,
                         )
+            if const_expr(cfg.clears_ahead):
+                if warp_idx == 4 * cfg.consumer_warpgroups + 3:
+                    self.clear_ahead((n_block, head_k, batch), group, ahead, m_k, m_dq_sum, m_turns)
         else:
             cute.arch.setmaxregister_increase(cfg.consumer_regs)
             if const_expr(cfg.varlen):
@@ -395,6 +419,49 @@ class Bwd16Main:
             if const_expr(cfg.varlen):
                 place = (*place[:5], cute.arch.make_warp_uniform(s_place[4]), seqlen_k)
             self.epilogue((dk, dv), softmax_scale, (s_k, s_v), stores, place, stored)
+
+    @cute.jit
+    def clear_ahead(self, tile, group: Int32, ahead: Int32, m_k, m_dq_sum: cute.Tensor, m_turns: cute.Tensor):
+        """Clear this CTA's share of the sum of dQ of the group of query heads `ahead` heads of K on, if there is one.
+
+        CTAs start in the order of heads, so those of that group start when these have, and memory has time for zeros
+        while the tensor cores work. Called by one whole warp. tile is (key tile, head of K, batch).
+        """
+        n_block, head_k, batch = tile
+        heads_k, batches = m_k.shape[2], m_k.shape[3]
+        n_blocks = cute.ceil_div(m_k.shape[0], self.cfg.tile_n)
+        target = batch * heads_k + head_k + ahead
+        if target < heads_k * batches:
+            size = m_dq_sum.shape[2] * (self.cfg.tile_m * self.cfg.qk_columns // 4)  # vectors of a query head
+            share = cute.ceil_div(size * group, n_blocks)
+            end = cutlass.min(share * (n_block + 1), size * group)
+            first = m_dq_sum.iterator + Int64(target) * Int64(group) * Int64(size) * Int64(4)
+            zeros = cute.make_rmem_tensor(4, Float32)
+            zeros.fill(0.0)
+            for i in cutlass.range(share * n_block + cute.arch.lane_idx(), end, 32, unroll=4):
+                vector = aligned(first + Int64(i) * Int64(4), 16)
+                cute.autovec_copy(zeros, cute.make_tensor(vector, cute.make_layout(4)))
+            cute.arch.fence_proxy("async")  # each thread: its zeros, then what bulk reductions add
+            cute.arch.sync_warp()  # all of them have written
+            if cute.arch.lane_idx() == 0:
+                end_turn((self.cleared(target, group, heads_k, m_turns), n_blocks))
+
+    @cute.jit
+    def await_cleared(self, tile, group: Int32, ahead: Int32, m_k, m_turns: cute.Tensor):
+        """Wait until all shares of the sum of dQ of this CTA's query heads are cleared, by CTAs that started before
+        it and wait for nobody in front of that. Called by one whole warp, whose first thread adds. tile: see above.
+        """
+        _, head_k, batch = tile
+        head = batch * m_k.shape[2] + head_k
+        if head >= ahead and cute.arch.lane_idx() == 0:
+            n_blocks = cute.ceil_div(m_k.shape[0], self.cfg.tile_n)
+            await_turn((self.cleared(head, group, m_k.shape[2], m_turns), n_blocks))
+            cute.arch.fence_proxy("async")  # the zeros, then what this CTA adds
+
+    def cleared(self, head: Int32, group: Int32, heads_k: Int32, m_turns: cute.Tensor) -> Int64:
+        """Address of the count of cleared shares of head of K number `head` of all batches."""
+        counts = m_turns[head // heads_k, head % heads_k * group, 0, None]
+        return counts.iterator.toint()
 
     def from_slot(self, x: cute.Tensor, first: Int32) -> cute.Tensor:
         """x from `first` of its first mode on; without `varlen` as it is."""
@@ -554,12 +621,24 @@ class Bwd16bitSm90:
         softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, stream, lengths=(),
     ):  # fmt: skip
         """The three launches. lengths: see `Bwd16Main.kernel`."""
+        ahead, group = heads_ahead(turn, q, k), q.shape[2] // k.shape[2]
         self.before.launch(
-            out, dout, lse, dlse, lse2, d_rows, dq_sum, turns, stream, (dq, dk, dv), lengths[:2]
+            out,
+            dout,
+            lse,
+            dlse,
+            lse2,
+            d_rows,
+            dq_sum,
+            turns,
+            ahead * group,
+            stream,
+            (dq, dk, dv),
+            lengths[:2],
         )
         self.main.launch(
             q, k, v, dout, lse2, d_rows, dq_sum, dk, dv, slopes, turns,
-            softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, stream, lengths,
+            softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, ahead, stream, lengths,
         )  # fmt: skip
         self.behind.launch(dq_sum, dq, softmax_scale, stream, lengths[:1])
 

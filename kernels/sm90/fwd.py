@@ -691,7 +691,7 @@ class FwdSm90:
         g_ml   (seqlen_q, heads_q), where maximum and sum are side by side
         """
         cfg, g = self.cfg, self.cfg.pack_gqa
-        maximum, total, _ = state
+        maximum, total = state[:2]
         o = scores.rows(out[0])
         lane = cute.arch.lane_idx()
         for r in cutlass.range_constexpr(2):

@@ -1,7 +1,10 @@
 """What makes the Hopper forward a 16-bit one: operands, softmax, accumulation.
 
 FlashAttention-3's forward (arXiv 2407.08608, sections 3.1 and 3.2); softmax and its numerics are in
-common/softmax_16bit.py.
+common/softmax_16bit.py, but for m_i. Here the reference of a row is an earlier largest score as long as no score is
+more than LAZY_OCTAVES above it. P, and in float32 l and O, reach 2^LAZY_OCTAVES of what they are there, which cancels
+in O / l. So most steps need no maximum over the four lanes of a row, and no factor for l and O. What it costs: the
+largest P of a row, which was 1, is rounded to 16 bits like the others.
 
 Operands: Q and K are K-major as they come; V, as it comes, is the MN-major B operand (rows of head_dim_v contiguous);
 P goes from registers, where the accumulator of S lies as the A operand wants it: register i of a lane l in warp w holds
@@ -18,11 +21,14 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wg
 
-from ..common.floats import bf16_pair, fp16_pair
+from ..common.floats import bf16_pair, fp16_pair, product_rn
 from ..common.scores import rows
-from ..common.softmax_16bit import Softmax16bit
+from ..common.softmax_16bit import HUGE, Softmax16bit
+from ..common.warp import quad_max
 from ..config import Fwd16Config
 from .operands import ELEMENTS, column_major_atom, opaque_zero
+
+LAZY_OCTAVES = 8.0  # of 16 in fp16, whose range P has to stay in
 
 
 class Policy16bit(Softmax16bit):
@@ -88,6 +94,72 @@ class Policy16bit(Softmax16bit):
         """
         return cute.make_rmem_tensor(self.cfg.tile_n // 4, Uint32)
 
+    # -- softmax ----------------------------------------------------------------------------------------------
+
+    def new_state(self):
+        """As the base class, of which the first is the reference, before its factor; and the score up to which that
+        stays, (2,)."""
+        limit = cute.make_rmem_tensor(2, Float32)
+        limit.fill(-Float32.inf)
+        return (*super().new_state(), limit)
+
+    @cute.jit
+    def softmax(self, masking: cutlass.Constexpr, acc: cute.Tensor, state, scale: Float32):
+        """As the base class, which serves tiles that need a mask. In the others a thread compares its own columns with
+        the limits of its rows, and the lanes of a warp look for new references together where one is passed."""
+        if const_expr(masking):
+            super().softmax(masking, acc, state[:3], scale)
+            self.set_limits(state, scale)
+        else:
+            self.lazy_softmax(acc, state, scale)
+
+    @cute.jit
+    def set_limits(self, state, scale: Float32):
+        """The limits of new references: -inf, which every score passes, of rows that are huge or have seen no key."""
+        reference, limit = state[0], state[3]
+        margin = Float32(LAZY_OCTAVES) * cute.arch.rcp_approx(scale)
+        for r in cutlass.range_constexpr(2):
+            octaves = product_rn(reference[r], scale)
+            huge = cute.arch.fmax(octaves, -octaves) >= Float32(HUGE)
+            limit[r] = -Float32.inf if huge else reference[r] + margin
+
+    @cute.jit
+    def lazy_softmax(self, acc: cute.Tensor, state, scale: Float32):
+        reference, _, rescale, limit = state
+        s = rows(acc)
+        columns = cute.size(s, mode=[1])
+        top, offset = [cute.make_rmem_tensor(2, Float32) for _ in range(2)]
+        factor = cute.make_rmem_tensor(1, Float32)
+        factor[0] = scale
+        for r in cutlass.range_constexpr(2):
+            own = s[r, 0]
+            for i in cutlass.range_constexpr(1, columns):
+                own = cute.arch.fmax(own, s[r, i])
+            top[r] = own
+            rescale[r] = Float32(1.0)
+            offset[r] = -product_rn(reference[r], scale)
+        if cute.arch.vote_any_sync((top[0] > limit[0]) | (top[1] > limit[1])):
+            self.move_references(s, top, state, offset, factor)
+        self.exponentials(s, state, factor, offset)
+
+    @cute.jit
+    def move_references(self, s, top, state, offset, factor):
+        """The references of both rows become their largest scores; top (2,) is that of the thread's columns."""
+        reference, _, rescale, _ = state
+        scale = factor[0]
+        before = cute.make_rmem_tensor(2, Float32)
+        size = Float32(0.0)
+        for r in cutlass.range_constexpr(2):
+            before[r] = reference[r]
+            reference[r] = quad_max(cute.arch.fmax(reference[r], top[r]))
+            octaves = product_rn(reference[r], scale)
+            rescale[r] = cute.math.exp2(product_rn(before[r], scale) - octaves, fastmath=True)
+            offset[r] = -octaves
+            size = cute.arch.fmax(size, cute.arch.fmax(octaves, -octaves))
+        if cute.arch.vote_any_sync(size >= Float32(HUGE)):
+            self.subtract_first(s, before, reference, rescale, offset, factor)
+        self.set_limits(state, scale)
+
     # -- products ---------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -123,16 +195,10 @@ class Policy16bit(Softmax16bit):
 
     @cute.jit
     def rescale(self, out: list, state):
-        """O <- O * 2^(r_old - r); where no row of the warp has a new maximum, O stays as it is."""
-        _, _, factors = state
+        """O <- O * 2^(r_old - r); where no row of the warp has a new reference, O stays as it is."""
+        factors = state[2]
         o = rows(out[0])
-        if const_expr(self.cfg.skip_rescale):
-            moved = (factors[0] != Float32(1.0)) | (factors[1] != Float32(1.0))
-            if cute.arch.vote_any_sync(moved):
-                for r in cutlass.range_constexpr(2):
-                    for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
-                        o[r, i] = o[r, i] * factors[r]
-        else:
+        if cute.arch.vote_any_sync((factors[0] != Float32(1.0)) | (factors[1] != Float32(1.0))):
             for r in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(cute.size(o, mode=[1])):
                     o[r, i] = o[r, i] * factors[r]
