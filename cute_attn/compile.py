@@ -322,7 +322,6 @@ def _decode_arguments(
         scalars(heads_q) if config.sinks else None,
         scalars(batch, heads_k) if config.query == "e4m3" else None,
         cutlass.Int64(0),
-        cutlass.Int64(0),
         cutlass.Int32(1),
         cutlass.Float32(1.0),
         cutlass.Float32(1.0),

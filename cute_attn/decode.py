@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from cute_attn import append, decode_plan, flash, kv, memory, validate
+from cute_attn import append, decode_plan, flash, kv, validate
 from cute_attn.compile import compile_kernel
 from cute_attn.decode_plan import Shares
 from cute_attn.kernels.config import AppendConfig, DecodeConfig
@@ -503,7 +503,6 @@ def launch_decode(
     out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=out_dtype, device=device)
     lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=device)
     workspace = torch.empty(shares.slots * config.rows * (2 + head_dim_v), dtype=torch.float32, device=device)
-    counters = memory.zeros_to_count_in(shares.slots, device) if config.joined and shares.slots else None
     left, right = window
     compile_kernel(config)(
         q,
@@ -521,7 +520,6 @@ def launch_decode(
         sinks,
         q_scale,
         workspace.data_ptr(),
-        0 if counters is None else counters.data_ptr(),
         shares.slots,
         (softcap or softmax_scale) * LOG2_E,
         2.0 * LOG2_E * softmax_scale / softcap if softcap else 0.0,

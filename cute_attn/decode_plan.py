@@ -4,7 +4,7 @@ How work is shared out. The lengths of sequences stand on the device and change 
 only the number of CTAs: as many as the GPU holds at once, or fewer where a full cache has fewer tiles of keys. Each
 CTA takes the same number of tiles, from the lengths that it reads, or, where that takes hardly longer, whole units
 (kernels/decode/split.py); `pieces` and `parts` below are the same in Python. Where the host knows the lengths and units
-stay whole, there is a CTA for each, and nothing is added up. With `num_splits` > 0 each unit instead is split into so
+stay whole, there is a CTA for each, and no combining kernel. With `num_splits` > 0 each unit instead is split into so
 many shares, by its own length alone: then results of a sequence do not depend on the others.
 
 Where units in equal shares fill the SMs, there are no more CTAs than that (`even_splits`). Then fewer parts are added
@@ -39,7 +39,7 @@ from cute_attn.kernels.config import (
 _RESERVED: Final = 1024  # bytes of shared memory that the system takes for each CTA
 MOST_STAGES: Final = 8
 LEAST_STAGES: Final = 3  # two in flight while one is computed on
-LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more where parts are added up than it saves
+LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining kernel than it saves
 EVEN: Final = 15 / 16  # of the SMs, or of what they hold, that even shares leave busy at least
 LIGHT_CODES: Final = 256  # bytes of a key and its value in e4m3 from which one CTA on an SM is enough
 SHORT: Final = 8  # tiles of a CTA up to which one CTA on an SM is enough for every kernel
@@ -126,8 +126,6 @@ def decode_config(
         leftpad=leftpad,
         arch=arch,
     )
-    # Where registers are short already, adding up parts has a kernel of its own.
-    config = dataclasses.replace(config, joined=arch == "sm_90a" and not config.crowded)
     for warps, ctas, least in ((4, 2, LEAST_STAGES), (4, 1, LEAST_STAGES), (4, 1, 2), (2, 1, 2)):
         found = _deepest(config, warps, ctas, least)
         if found is not None:
@@ -168,7 +166,7 @@ def narrow(config: DecodeConfig) -> DecodeConfig | None:
 
 def whole_units(config: DecodeConfig) -> DecodeConfig:
     """The kernel of which each CTA has a unit, in place of `config`."""
-    return dataclasses.replace(config, joined=False, whole=True)
+    return dataclasses.replace(config, whole=True)
 
 
 def _of_units(config: DecodeConfig) -> bool:
@@ -421,7 +419,7 @@ def pieces(plan: Shares, tiles: Sequence[int], units: int, m_blocks: int = 1) ->
 def parts(
     plan: Shares, tiles: Sequence[int], units: int, batch: int, unit: int, m_blocks: int = 1
 ) -> list[int]:
-    """Slots whose parts are added up for a unit; none where it is one piece."""
+    """Slots whose parts the combining kernel adds up for a unit; none where it leaves the unit alone."""
     apart = 1
     if plan.splits:
         first = (batch * units + unit) * plan.splits

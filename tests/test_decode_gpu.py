@@ -17,7 +17,7 @@ import torch
 from poison import PoisonedTorch, poison_memory
 from torch import Tensor
 
-from cute_attn import append, append_kv, decode, flash_attn_with_kvcache, launch, memory, prefill
+from cute_attn import append, append_kv, decode, flash_attn_with_kvcache, launch, prefill
 from cute_attn.append import append_reference, queries_reference
 from cute_attn.decode import decode_explain, decode_kernel, reference
 from cute_attn.decode_plan import Shares, decode_config
@@ -381,10 +381,11 @@ GRAPHS = [
     replace(GRAPH, name="graphs_e4m3", lengths=(3000, 1, 4000), scales="token"),
     replace(GRAPH, name="graphs_e4m3_pages", lengths=(3000, 1, 4000), scales="token", page_size=16),
 ]
-# Units for all SMs of an H200, and more than 15/16 of what they hold: a CTA each
+# Units for all SMs of an H200, and more than 15/16 of what they hold: a CTA each, and no combining kernel
 MANY_UNITS = Case(
     "many", lengths=tuple((37 * b) % 301 for b in range(128)), heads=(64, 8), slots=300, scales="token"
 )
+AT_ENDS = (0, 300, *(n + i for n in (16, 64, 128, 192, 256) for i in (-1, 0, 1)))
 MANY_SHORT = [
     MANY_UNITS,
     replace(MANY_UNITS, name="many_64", dims=(64, 64)),
@@ -398,20 +399,37 @@ MANY_SHORT = [
     replace(MANY_UNITS, name="many_head", scales="head", dtype=FP16, heads=(8, 8), dims=(128, 64)),
     replace(MANY_UNITS, name="many_window", options={"window_size": (50, 0)}),
     replace(MANY_UNITS, name="many_softcap", alibi=True, options={"softcap": 20.0}),
-]
-LONG = {"scales": "token", "heads": (64, 8), "slots": 8192}
-LENGTHS = (8192, 0, 1, 17, 4096, 63, 5000, 8000, 64, 65, 2, 7777, 300, 8192, 1023, 1024)
-PARTS = [
-    *(Case(f"balanced_{d}", LENGTHS, dims=(d, d), **LONG) for d in (64, 128, 256)),
-    Case("balanced_mha", LENGTHS, dims=(64, 64), **{**LONG, "heads": (32, 32)}),
-    Case("balanced_16bit", LENGTHS, **{**LONG, "scales": "none"}),
-    Case("one", (8000,), **LONG),
-    Case("short", (40,), **LONG),
-    Case("one_head", (100000,), sinks=True, **{**LONG, "heads": (8, 1), "slots": 100000}),  # 132 parts
-    Case("splits", LENGTHS, **LONG, options={"num_splits": 20}),
-    Case("several_tokens", LENGTHS, seqlen_q=4, **LONG, options=CAUSAL),
-    Case("several_blocks", LENGTHS, seqlen_q=20, **{**LONG, "heads": (8, 2)}, options=CAUSAL),
-    Case("pages", LENGTHS, page_size=16, **LONG),
+    # Lengths at the ends of tiles and of the rings that are filled before the length is known; room for less than one
+    *(
+        replace(
+            MANY_UNITS,
+            name=f"many_{name}_{dim}",
+            lengths=tuple(lengths[b % len(lengths)] for b in range(128)),
+            slots=max(lengths),
+            dims=(dim, dim),
+            sinks=True,
+        )
+        for name, lengths in (("ring", AT_ENDS), ("small", (0, 40, 1, 15, 16, 17, 39)), ("one", (1, 0)))
+        for dim in (64, 128, 256)
+    ),
+    replace(
+        MANY_UNITS,
+        name="many_ring_of_four_warps",
+        lengths=tuple((0, 1, 300, 319, 320, 321, 383, 384, 385, 699, 700)[b % 11] for b in range(128)),
+        slots=700,
+        alibi=True,
+        sinks=True,
+    ),
+    # Several rows of units that are not full, two units of a key head, and kernels that begin with the length
+    *(
+        replace(
+            MANY_UNITS, name=f"many_queries_{dim}", dims=(dim, dim), heads=(24, 8), seqlen_q=2, sinks=True
+        )
+        for dim in (64, 128, 256)
+    ),
+    replace(MANY_UNITS, name="many_blocks", dims=(256, 256), seqlen_q=4),
+    replace(MANY_UNITS, name="many_causal", seqlen_q=2, options=CAUSAL),
+    replace(MANY_UNITS, name="many_causal_blocks", dims=(256, 256), seqlen_q=4, options=CAUSAL),
 ]
 GRAPH_MANY = Case("graph", seqlen_q=700, slots=1008, scales="token", page_size=16, options=CAUSAL)
 
@@ -512,7 +530,9 @@ def test_many_short_units(case: Case) -> None:
 
     got = call()
     [plan] = decode._plans.values()
-    assert plan.shares == Shares(len(case.lengths) * case.heads[1], 1, 1, 0)
+    assert plan.config.whole
+    blocks = -(-case.seqlen_q * case.heads[0] // case.heads[1] // plan.config.rows)
+    assert plan.shares == Shares(len(case.lengths) * case.heads[1] * blocks, 1, 1, 0)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
     check(got, q, k, v, case, **{**options, "cache_seqlens": lengths})
     assert all(torch.equal(a, b) for a, b in zip(got, call(), strict=True))
@@ -530,51 +550,6 @@ def test_many_short_units(case: Case) -> None:
         ):  # else slots before the window are NaN, which shorter ones see
             check(captured, q, k, v, case, **options)
     assert all(torch.equal(a, b) for a, b in zip(got, captured, strict=True))
-
-
-@pytest.mark.parametrize("case", PARTS, ids=lambda case: case.name)
-@pytest.mark.parametrize("prepared", [True, False], ids=["", "captured_first"])
-def test_parts_are_added_up_alike(case: Case, prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever CTA adds them up: again and again, in graphs beside one another and with other lengths. Counters are
-    zero at the end."""
-    monkeypatch.setattr(memory, "_of_stream", {})
-    monkeypatch.setattr(memory, "_set_aside", {})
-    q, k, v, options = case.make()
-
-    def call() -> tuple[Tensor, Tensor]:
-        return flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
-
-    def equal(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> bool:
-        return all(torch.equal(raw(a), raw(b)) for a, b in zip(got, want, strict=True))
-
-    want = call()
-    check(want, q, k, v, case, **options)
-    assert all(equal(call(), want) for _ in range(20))
-    torch.cuda.synchronize()
-    if not prepared:
-        memory._set_aside.clear()
-    graphs, captured = [torch.cuda.CUDAGraph() for _ in range(3)], []
-    for graph in graphs:
-        with torch.cuda.graph(graph):
-            captured.append([call() for _ in range(4)])
-    streams = [torch.cuda.Stream() for _ in graphs]
-    torch.cuda.synchronize()
-    for _ in range(10):
-        for stream, graph in zip(streams, graphs, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-        beside = call()
-    torch.cuda.synchronize()
-    assert equal(beside, want)
-    assert all(equal(got, want) for results in captured for got in results)
-    lengths = options["cache_seqlens"]
-    full = lengths.clone()
-    for other in (torch.zeros_like(full), full * 5 // 9, full.clamp_max(1), full):
-        lengths.copy_(other)
-        graphs[0].replay()
-        check(captured[0][3], q, k, v, case, **options)
-    zeros = [*memory._of_stream.values(), *(x for kept in memory._set_aside.values() for x in kept)]
-    assert zeros and not any(bool(x.any()) for x in zeros)
 
 
 @pytest.mark.parametrize("case", [GRAPH], ids=["graph"])
@@ -723,7 +698,7 @@ def test_offsets_past_32_bits(case: Case) -> None:
 
 
 def test_an_infinite_value_stays_one() -> None:
-    """In the last of 20 parts of a row, which are loaded sixteen at a time: what it loads beyond the
+    """In the last of 20 parts of a row, which the combining kernel loads sixteen at a time: what it loads beyond the
     last does not count, not even as zero times infinity."""
     q = torch.randn(1, 1, 8, 128, device=DEVICE, dtype=BF16)
     k, v = (torch.randn(1, 2560, 2, 128, device=DEVICE, dtype=BF16) for _ in range(2))

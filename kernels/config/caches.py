@@ -13,9 +13,6 @@ DECODE_KEYS = (
 )
 
 
-NOTES_BYTES = 96  # of shared memory: what a CTA of `DecodeConfig.joined` notes of its parts
-
-
 @dataclass(frozen=True)
 class DecodeConfig:
     """One compiled kernel for few queries against a KV cache; any architecture from sm_80 (e4m3: sm_89) on."""
@@ -38,7 +35,6 @@ class DecodeConfig:
     sinks: bool = False  # a logit for each head that takes its share of the softmax and has no value
     batch_idx: bool = False  # a sequence of the cache for each of q
     leftpad: bool = False  # sequences begin at a slot of their own
-    joined: bool = False  # the CTA that leaves the last part of a unit adds its parts up, not a second kernel
     whole: bool = False  # each CTA has a unit of its own, so there are no parts: Shares.splits is 1
     arch: str = "sm_90a"
 
@@ -160,13 +156,7 @@ class DecodeConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of a CTA: its warps', then Q, or 16 bytes into which an odd row's last load reaches,
-        then what it notes of its parts (join.py)."""
-        return self.notes_place + (NOTES_BYTES if self.joined else 0)
-
-    @property
-    def notes_place(self) -> int:
-        """Where in shared memory the notes begin."""
+        """Dynamic shared memory of a CTA: its warps', and Q, or 16 bytes into which an odd row's last load reaches."""
         q = 16 * self.m_tiles * 2 * (16 * self.k_steps) if self.q_in_smem else 16
         return self.warps * self.warp_bytes + q
 
@@ -178,7 +168,7 @@ class DecodeConfig:
         mask = "_ends" if self.row_ends else ""
         mask += "".join(f"_{name}" for name in _DECODE_EXTRAS if getattr(self, name))
         tiles = f"m{'half' if self.half_tile else self.m_tiles}w{self.warps}s{self.stages}"
-        tiles += "".join(f"_{name}" for name in ("joined", "whole") if getattr(self, name))
+        tiles += "_whole" if self.whole else ""
         arch = self.arch.replace("_", "").removesuffix("a")
         return f"decode_{arch}_{cache}_{dims_name(self.head_dim, self.head_dim_v)}{paging}{mask}_{tiles}"
 
@@ -199,8 +189,6 @@ class DecodeConfig:
                 raise ValueError(f"{field} must be one of {allowed}, got {value!r}")
         if self.fp8 and self.arch not in E4M3_ARCHS:
             raise ValueError(f"arch must be one of {E4M3_ARCHS} for a cache of e4m3, got {self.arch!r}")
-        if self.joined and self.whole:
-            raise ValueError("joined must be False with whole, which leaves no parts")
         if self.half_tile and self.m_tiles != 1:
             raise ValueError(f"m_tiles must be 1 with half_tile, got {self.m_tiles}")
         if self.m_tiles * max(self.head_dim, self.head_dim_v) > 256:

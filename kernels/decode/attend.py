@@ -4,7 +4,7 @@
 
 FlashAttention-2's online softmax (arXiv 2307.08691, section 3.1) with the keys of a head split over CTAs and, inside
 them, over warps (Flash-Decoding). Where a CTA has not seen all keys of its rows, it leaves O, the maximum and the sum
-to be added up, see split.py for who takes what.
+for combine.py, see split.py for who takes what.
 
 Tensors, last stride 1 unless said, other strides free:
 
@@ -30,9 +30,7 @@ over a power of two R at least as large as all scales so far, so that P does not
 
 What a CTA does, and where it stands: it finds its pieces of work (`Decode.kernel`, split.py). Of each it loads Q
 (queries.py), fetches K and V step by step (loads.py) and computes (step.py). At the end it adds up what its warps have
-(gather.py), to the output or to a slot. The CTA that leaves the last part of a unit adds them up (join.py), or, where
-registers are short or on other GPUs than Hopper, a second kernel does (combine.py). common/warp.py has the
-instructions.
+(gather.py), to the output or to a slot for the combining kernel (combine.py). common/warp.py has the instructions.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ from ..common.scheduler import share_start
 from ..config import DECODE_KEYS, DecodeConfig
 from .combine import Combine, Results
 from .gather import Gather
-from .join import Join
 from .loads import Cache, Cursor, Keys, Loads
 from .queries import Queries
 from .split import Divisors, Lengths, Piece, Shares, Splits, divisors_of
@@ -66,7 +63,6 @@ class Decode:
         self.queries = Queries(cfg)
         self.step = Step(cfg)
         self.gather = Gather(cfg)
-        self.join = Join(cfg)
         self.combine = Combine(cfg)
         self.pdl = cfg.arch == "sm_90a"
 
@@ -88,7 +84,6 @@ class Decode:
         sinks,  # (heads_q,) float32 with sinks
         q_scale,  # (batch, heads_k) float32 with an e4m3 Q
         workspace: Int64,  # address: (slots, rows, 2), then (slots, rows, head_dim_v) float32
-        counters: Int64,  # address: (slots,) int32, of zeros before and behind the launch; with `joined`
         slots: Int32,
         softmax_scale_log2: Float32,  # > 0; with softcap softcap * log2(e)
         softcap_factor: Float32,  # 2 log2(e) softmax_scale / softcap
@@ -147,14 +142,13 @@ class Decode:
             softcap_factor,
             factor,
             right,
-            counters,
         ).launch(
             grid=[ctas, 1, 1],
             block=[cfg.threads, 1, 1],
             stream=stream,
             preferred_smem_carveout=100,  # per cent: an SM shall hold as many CTAs as decode_plan.py counts
         )
-        if const_expr(not (cfg.joined or cfg.whole)):
+        if const_expr(not cfg.whole):
             if splits != 1:
                 results = Results(out, lse, sinks, partial_ml, partial_o, factor)
                 self.combine.launch(results, lengths, shares, by, k_cache.shape[2], stream)
@@ -183,11 +177,10 @@ class Decode:
         softcap_factor: Float32,
         factor: Float32,
         right: Int32,
-        counters: Int64,
     ):
         """What a CTA takes: its unit, or piece after piece."""
         cfg = self.cfg
-        if const_expr(self.pdl and not (cfg.joined or cfg.whole)):
+        if const_expr(self.pdl and not cfg.whole):
             # Once every CTA has said so or ended, CTAs of the combining grid may start where there is room. They wait
             # for the end of this grid before they read what it writes (combine.py). None is launched where splits == 1.
             cute.arch.griddepcontrol_launch_dependents()
@@ -221,9 +214,7 @@ class Decode:
             )
             self.attend(m_q, cache, scoring, results, lengths, piece, started, base, tid, lane, warp)
         else:
-            self.shared_out(
-                m_q, cache, scoring, results, lengths, shares, by, base, counters, tid, lane, warp, cta
-            )
+            self.shared_out(m_q, cache, scoring, results, lengths, shares, by, base, tid, lane, warp, cta)
 
     @cute.jit
     def shared_out(
@@ -236,7 +227,6 @@ class Decode:
         shares: Shares,
         by: Divisors,
         base: Int32,  # as `attend` has it
-        counters: Int64,
         tid: Int32,
         lane: Int32,
         warp: Int32,
@@ -245,13 +235,11 @@ class Decode:
         """A CTA that takes piece after piece."""
         cfg = self.cfg
         ctas, splits, _, together = shares
-        heads_k = cache.k.shape[2]
         units = by.units.divisor  # of a sequence
         # Tiles pos to end - 1 of the heads that are taken in step, the first of sequence b at `start`; or units pos,
         # pos + ctas and so on below end.
         b, start, pos, end = Int32(0), Int32(0), Int32(0), Int32(0)
         side, apart, whole = Int32(0), Int32(1), Int32(0)  # head among those in step, how many they are
-        total, sharers = Int32(0), Int32(1)
         if splits == 0:
             total, _, longest = self.splits.tiles_before(lengths, Int32(0), units)
             whole = self.splits.whole(total, longest, units * m_q.shape[0], by)
@@ -273,8 +261,6 @@ class Decode:
             each, more = divmod(tiles, by.splits)
             pos = unit * tiles + split * each + cutlass.min(split, more)
             end = pos + each + (Int32(1) if split < more else Int32(0))
-        if const_expr(cfg.joined):
-            self.join.begin(base, total, sharers, tid)
         slot = cta
         while pos < end:
             tiles = self.splits.tiles_of(lengths, b)
@@ -287,10 +273,6 @@ class Decode:
             head = head * apart + side
             piece = Piece(b, head, block * cfg.rows, by.group, tile, count, count == tiles, slot)
             self.attend(m_q, cache, scoring, results, lengths, piece, Int32(0), base, tid, lane, warp)
-            if const_expr(cfg.joined):
-                if count != tiles:
-                    which = Int32(0) if slot == cta else Int32(1)
-                    self.join.note(base, piece, pos - tile, tiles, which, tid)
             slot = cta + ctas
             if whole == 0:
                 pos = pos + count
@@ -300,9 +282,6 @@ class Decode:
             else:
                 pos = pos + ctas
                 b = pos // by.units
-        if const_expr(cfg.joined):
-            if splits != 1:
-                self.join.end(base, results, counters, splits, heads_k, by, tid)
 
     @cute.jit
     def attend(
@@ -412,7 +391,7 @@ class Decode:
         cute.arch.sync_warp()
         if const_expr(cfg.token_scales):
             o_factor = state.unit_o[0]
-        if const_expr(cfg.warps == 1 and cfg.fp8):
+        if const_expr(cfg.whole and cfg.warps == 1 and cfg.fp8):
             self.gather.alone(state, q, o_factor, results, piece, lane)
         else:
             self.gather.leave(state, q, o_factor, ring, lane)

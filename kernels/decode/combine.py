@@ -1,5 +1,4 @@
-"""Adds up what CTAs left of rows whose keys they shared (see split.py), in a kernel of its own, and the end of a row.
-join.py does the former in the CTAs themselves."""
+"""Adds up what CTAs left of rows whose keys they shared (see split.py), and the end of a row that both kernels have."""
 
 from __future__ import annotations
 
@@ -11,8 +10,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from ..common.floats import bf16_pair, fp16_pair
+from ..common.scheduler import share_start
 from ..config import DecodeConfig, Fwd16Config
-from .split import Divisors, Lengths, Parts, Shares, Splits
+from .split import Divisors, Lengths, Shares, Splits, share_of
 
 LOG2_E = math.log2(math.e)
 WARPS = 4  # of a CTA, a row each
@@ -196,7 +196,7 @@ class Combine(AddUp):
             row = index - (b * heads_k + head) * packed
             block, place = row // cfg.rows, row % cfg.rows
             tiles = self.splits.tiles_of(lengths, b)
-            parts = Parts(Int32(0), Int32(1), Int32(0), Int32(0))
+            slot, count, later, apart = Int32(0), Int32(0), Int32(0), Int32(1)
             if splits == 0:
                 total, before, longest = self.splits.tiles_before(lengths, b, units)
                 if self.splits.whole(total, longest, units * m_out.shape[0], by) == 0:
@@ -204,11 +204,15 @@ class Combine(AddUp):
                     of_side, side = divmod(head, by.together)
                     first = before // by.together + (of_side * by.blocks.divisor + block) * tiles
                     sharers = self.splits.sharers(total, by)
-                    parts = self.splits.parts(total, sharers, first, tiles, side, by)
+                    share = share_of(total, sharers, first)
+                    count = share_of(total, sharers, first + tiles - 1) - share + 1
+                    # The first of the CTAs may have begun with an earlier unit: then its part is in its other slot.
+                    later = by.ctas.divisor if share_start(total, sharers, share) < first else Int32(0)
+                    apart = by.together.divisor
+                    slot = share * apart + side
             else:
                 slot = (b * units + head * by.blocks.divisor + block) * splits
-                parts = Parts(slot, Int32(1), cutlass.min(splits, tiles), Int32(0))
-            slot, apart, count, later = parts
+                count = cutlass.min(splits, tiles)
             if const_expr(self.pdl):
                 # For the end of the splitting grid: all its CTAs have written their slots, which are read from here on.
                 cute.arch.griddepcontrol_wait()

@@ -108,48 +108,21 @@ class Gather:
                     )
                     for i in cutlass.range_constexpr(4):
                         o[i] = o[i] + weight * part[i]
-                self.put(results, piece, row, column, top, total, o)
-
-    @cute.jit
-    def put(
-        self,
-        results: Results,
-        piece: Piece,
-        row: Int32,
-        column: Int32,
-        top: Float32,
-        total: Float32,
-        o: cute.Tensor,  # (4,)
-    ):
-        """Four columns of a row, of all keys of the piece: to the output where it is whole, else to its slot."""
-        if piece.whole:
-            at = row_of(piece.batch, piece.head, piece.row0 + row, piece.group)
-            finish(self.cfg, results, at, column, top, total, o)
-        else:
-            self.leave_part(results, piece, row, column, top, total, o)
-
-    @cute.jit
-    def leave_part(
-        self,
-        results: Results,
-        piece: Piece,
-        row: Int32,
-        column: Int32,
-        top: Float32,
-        total: Float32,
-        o: cute.Tensor,
-    ):
-        """`put` to the slot."""
-        target = cute.domain_offset((piece.slot, row, column), results.partial_o).iterator
-        target = cute.make_ptr(Float32, target.toint(), cute.AddressSpace.gmem, assumed_align=16)
-        cute.autovec_copy(o, cute.make_tensor(target, cute.make_layout(4)))
-        if column == 0:
-            results.partial_ml[piece.slot, row, 0] = top
-            results.partial_ml[piece.slot, row, 1] = total
+                if piece.whole:
+                    at = row_of(piece.batch, piece.head, piece.row0 + row, piece.group)
+                    finish(cfg, results, at, column, top, total, o)
+                else:
+                    target = cute.domain_offset((piece.slot, row, column), results.partial_o).iterator
+                    target = cute.make_ptr(Float32, target.toint(), cute.AddressSpace.gmem, assumed_align=16)
+                    cute.autovec_copy(o, cute.make_tensor(target, cute.make_layout(4)))
+                    if column == 0:
+                        results.partial_ml[piece.slot, row, 0] = top
+                        results.partial_ml[piece.slot, row, 1] = total
 
     @cute.jit
     def alone(self, state: State, q: Query, o_factor: Float32, results: Results, piece: Piece, lane: Int32):
-        """`leave` and `add_up` of a CTA of one warp with codes: its lanes have four columns side by side."""
+        """`leave` and `add_up` of a CTA of one warp with whole units of codes: its lanes have four columns side by
+        side."""
         cfg = self.cfg
         packed = results.out.shape[1] * piece.group.divisor
         for mt in cutlass.range_constexpr(cfg.m_tiles):
@@ -159,15 +132,10 @@ class Gather:
                 top = state.maximum[h, mt]
                 if const_expr(not cfg.adjusted):
                     top = top * q.unit[h, mt]  # in units that all rows share
-                o = cute.make_rmem_tensor((4, cfg.n_tiles // 2), Float32)
-                for c in cutlass.range_constexpr(cfg.n_tiles // 2):
-                    for i in cutlass.range_constexpr(4):
-                        o[i, c] = state.o[2 * h + i // 2, 2 * c + i % 2, mt] * o_factor
-                column = 4 * (lane % 4)
-                if (piece.row0 + row < packed) & piece.whole:
+                if piece.row0 + row < packed:
                     at = row_of(piece.batch, piece.head, piece.row0 + row, piece.group)
+                    o = cute.make_rmem_tensor(4, Float32)
                     for c in cutlass.range_constexpr(cfg.n_tiles // 2):
-                        finish(cfg, results, at, 16 * c + column, top, total, o[None, c])
-                elif piece.row0 + row < packed:
-                    for c in cutlass.range_constexpr(cfg.n_tiles // 2):
-                        self.leave_part(results, piece, row, 16 * c + column, top, total, o[None, c])
+                        for i in cutlass.range_constexpr(4):
+                            o[i] = state.o[2 * h + i // 2, 2 * c + i % 2, mt] * o_factor
+                        finish(cfg, results, at, 16 * c + 4 * (lane % 4), top, total, o)

@@ -16,9 +16,8 @@ its own: CTA `together` * i + j takes share i of the tiles of one head in so man
 one of them brings to L2 with its own rows the others find there, where at another time they would load it again. With
 whole units and fixed splits neighbours run at about the same time as they are.
 
-A piece that is a whole unit becomes output at once. Any other leaves O, maximum and sum of its rows in a slot, from
-where they are added up (join.py, combine.py): slot i for the first piece of CTA i, ctas + i for another one, which is
-its last.
+A piece that is a whole unit becomes output at once. Any other leaves O, maximum and sum of its rows in a slot, for the
+combining kernel (combine.py): slot i for the first piece of CTA i, ctas + i for another one, which is its last.
 
 cute_attn/decode_plan.py has the same in Python.
 """
@@ -31,7 +30,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from ..common.scheduler import share_start
 from ..config import DecodeConfig
 
 
@@ -95,15 +93,6 @@ def divisors_of(seqlen_q: Int32, heads_q: Int32, heads_k: Int32, shares: Shares,
         divisor(shares.together),
         divisor(shares.least),
     )
-
-
-class Parts(NamedTuple):
-    """Where the parts of a unit lie: `count` slots from `slot` on, `apart` from one to the next."""
-
-    slot: Int32
-    apart: Int32
-    count: Int32
-    later: Int32  # what the first part's slot is further on
 
 
 class Piece(NamedTuple):
@@ -195,16 +184,3 @@ class Splits:
         """CTAs that take part where work is balanced, for each of the heads that are taken in step: each shall have
         `least` tiles, of the `total` of such a head."""
         return cutlass.max(cutlass.min(by.ctas.divisor // by.together, total // by.least), 1)
-
-    @cute.jit
-    def parts(
-        self, total: Int32, sharers: Int32, first: Int32, tiles: Int32, side: Int32, by: Divisors
-    ) -> Parts:
-        """Of a unit of `tiles` tiles from number `first` on of the `total` of its head among those in step, which is
-        head `side` of them, where work is balanced. A single part is a whole unit, and no slot has it."""
-        share = share_of(total, sharers, first)
-        count = share_of(total, sharers, first + tiles - 1) - share + 1
-        # The first of the CTAs may have begun with an earlier unit: then its part is in its other slot.
-        later = by.ctas.divisor if share_start(total, sharers, share) < first else Int32(0)
-        apart = by.together.divisor
-        return Parts(share * apart + side, apart, count, later)
