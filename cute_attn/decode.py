@@ -87,7 +87,7 @@ def flash_attn_with_kvcache(
             to, and of q at positions cache_seqlens + i with a causal mask or window, at cache_seqlens without. Q is
             rounded to its dtype afterwards.
         cache_seqlens: (batch,) int32 on the device of q, or an int: keys of each sequence; None for all slots. More
-            than the slots of a sequence count as all of them. Slots from there on are not read.
+            than the slots of a sequence count as all of them. What slots from there on hold does not count.
         cache_batch_idx: (batch,) int32: sequence of the cache for each of q. Not with a block_table.
         cache_leftpad: (batch,) int32: slot where each sequence begins; slots before it are not read. Lengths count
             from slot 0 all the same.

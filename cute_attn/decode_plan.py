@@ -12,10 +12,11 @@ up, and CTAs begin and end with units: each piece more of a CTA fills its ring a
 sequence or of lengths that the host knows, have a fixed number of shares, for which neither kernel reads what other
 sequences have.
 
-Many short units of an e4m3 cache have a CTA each, whatever their lengths are, and no combining kernel (`chosen`): then
-nothing is added up, and no CTA reads the lengths of other sequences. Where they are not too many, these CTAs are of one
-warp (`narrow`). CTAs of four warps, two on an SM, begin and end their units at about the same time, when few bytes are
-on their way. Of eight narrow ones others go on meanwhile, and a unit of one warp has no parts of warps to add up.
+Many short units of an e4m3 cache have a CTA each, whatever their lengths are, by a kernel for that (`whole_units`).
+Then nothing is added up, no CTA reads the lengths of other sequences, and its first copies start before it has read
+that of its own. Where they are not too many, these CTAs are of one warp (`narrow`). CTAs of four warps, two on an SM,
+begin and end their units at about the same time, when few bytes are on their way. Of eight narrow ones others go on
+meanwhile, and a unit of one warp has no parts of warps to add up.
 """
 
 from __future__ import annotations
@@ -151,8 +152,8 @@ def ctas_per_sm(config: DecodeConfig) -> int:
 def narrow(config: DecodeConfig) -> DecodeConfig | None:
     """The kernel of one warp for many short units, in place of `config`; None where there is none.
 
-    Eight CTAs on an SM have all its registers. With half as many columns a thread wants fewer, and the ring is for
-    twelve.
+    An SM has registers for eight or more. With half as many columns a thread wants fewer, and registers and ring are
+    for sixteen.
     """
     changed = config.row_ends or config.softcap or config.alibi
     if config.arch != "sm_90a" or not config.fp8 or not (config.lean and config.half_tile) or changed:
@@ -160,7 +161,18 @@ def narrow(config: DecodeConfig) -> DecodeConfig | None:
     columns = config.head_dim + config.head_dim_v
     if columns > LIGHT_CODES:
         return None
-    return _deepest(config, 1, 12 if columns <= LIGHT_CODES // 2 else 8)
+    return _deepest(whole_units(config), 1, 16 if columns <= LIGHT_CODES // 2 else 8)
+
+
+def whole_units(config: DecodeConfig) -> DecodeConfig:
+    """The kernel of which each CTA has a unit, in place of `config`."""
+    return dataclasses.replace(config, whole=True)
+
+
+def _of_units(config: DecodeConfig) -> bool:
+    """Whether many short units may have a CTA of `config` each: codes that are not narrow, without pages."""
+    light = config.head_dim + config.head_dim_v < LIGHT_CODES
+    return config.fp8 and config.paging == "none" and config.arch == "sm_90a" and not light
 
 
 def wide(config: DecodeConfig) -> DecodeConfig | None:
@@ -176,7 +188,8 @@ def wide(config: DecodeConfig) -> DecodeConfig | None:
 
 def kernels(config: DecodeConfig) -> list[DecodeConfig]:
     """All that calls of a configuration may take, by their shapes."""
-    return [config, *(other for other in (narrow(config), wide(config)) if other is not None)]
+    others = (narrow(config), whole_units(config) if _of_units(config) else None, wide(config))
+    return [config, *(other for other in others if other is not None)]
 
 
 def heads_in_step(config: DecodeConfig, heads_k: int) -> int:
@@ -256,16 +269,14 @@ def chosen(
     """
     units = batch * heads_k * -(-rows // config.rows)
     keys = capacity if seen is None else seen[1] - seen[0]
-    codes = config.fp8 and config.paging == "none" and config.arch == "sm_90a"
-    if codes and num_splits == 0 and keys <= WHOLE_KEYS:
+    if num_splits == 0 and keys <= WHOLE_KEYS:
         other = narrow(config)
-        light = config.head_dim + config.head_dim_v < LIGHT_CODES
         if other is not None:
             rounds = _full_rounds(other, units, sms)
-            if rounds and (light or rounds <= NARROW_ROUNDS):
+            if rounds and (not _of_units(config) or rounds <= NARROW_ROUNDS):
                 return other, Shares(units, 1, 1, 0)
-        if not light and _full_rounds(config, units, sms):
-            return config, Shares(units, 1, 1, 0)
+        if _of_units(config) and _full_rounds(config, units, sms):
+            return whole_units(config), Shares(units, 1, 1, 0)
     other = wide(config)
     if other is not None and num_splits == 0:
         tiles = units * -(-keys // other.tile_keys)

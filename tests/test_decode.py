@@ -620,8 +620,10 @@ def test_many_short_units_have_a_cta_each(
     assert kernel in decode_plan.kernels(config)
     if units:
         assert plan == Shares(units, 1, 1, 0)  # no combining kernel, whatever the lengths are
+        assert kernel.whole
     else:
         assert plan == decode_plan.shares(kernel, *shape)
+        assert not kernel.whole
     assert decode_plan.chosen(config, batch, heads_k, 8, keys, 2, 132)[0] == config
 
 
@@ -643,7 +645,8 @@ def test_kernels_of_one_and_of_eight_warps() -> None:
         config = decode_plan.decode_config(64, 64, "bf16", **{**OF_CODES, **form})
         assert [kernel.warps for kernel in decode_plan.kernels(config)] == warps
     _, narrow, wide = decode_plan.kernels(decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES))
-    assert 12 * (narrow.smem_bytes + 1024) <= 228 << 10
+    assert 16 * (narrow.smem_bytes + 1024) <= 228 << 10
+    assert narrow.whole and narrow.early and not wide.whole
     assert decode_plan.ctas_per_sm(wide) == 1
     assert decode_plan.shares(wide, 16, 8, 8, 8192, 0, 132) == Shares(128, 0, 2, 256, 2)
 
@@ -720,7 +723,10 @@ def test_names_tell_kernels_apart() -> None:
         {"warps": 8},
         {"stages": 2},
         {"arch": "sm_80"},
-        *({name: True} for name in ("row_ends", "softcap", "alibi", "sinks", "batch_idx", "leftpad")),
+        *(
+            {name: True}
+            for name in ("row_ends", "softcap", "alibi", "sinks", "batch_idx", "leftpad", "whole")
+        ),
     ]
     assert len({replace(base, **change).name for change in changes}) == len(changes)
     new = AppendConfig(128, 128, "bf16")
@@ -762,7 +768,7 @@ def test_machine_code(
     if isinstance(config, DecodeConfig):
         assert found.smem_bytes == config.smem_bytes
         if config.warps == 1 and config.head_dim + config.head_dim_v <= 128:
-            assert found.registers <= 168  # twelve CTAs on an SM, for which the ring is
+            assert found.registers <= 128  # sixteen CTAs on an SM, for which the ring is
         # One pass over the keys of a step: a load of 16 rows of K or V for each two pieces of 16 bytes.
         assert found.counts["LDSM"] == -(-config.k_chunks // 2) + -(-config.v_chunks // 2)
     else:

@@ -385,6 +385,7 @@ GRAPHS = [
 MANY_UNITS = Case(
     "many", lengths=tuple((37 * b) % 301 for b in range(128)), heads=(64, 8), slots=300, scales="token"
 )
+AT_ENDS = (0, 300, *(n + i for n in (16, 64, 128, 192, 256) for i in (-1, 0, 1)))
 MANY_SHORT = [
     MANY_UNITS,
     replace(MANY_UNITS, name="many_64", dims=(64, 64)),
@@ -398,6 +399,37 @@ MANY_SHORT = [
     replace(MANY_UNITS, name="many_head", scales="head", dtype=FP16, heads=(8, 8), dims=(128, 64)),
     replace(MANY_UNITS, name="many_window", options={"window_size": (50, 0)}),
     replace(MANY_UNITS, name="many_softcap", alibi=True, options={"softcap": 20.0}),
+    # Lengths at the ends of tiles and of the rings that are filled before the length is known; room for less than one
+    *(
+        replace(
+            MANY_UNITS,
+            name=f"many_{name}_{dim}",
+            lengths=tuple(lengths[b % len(lengths)] for b in range(128)),
+            slots=max(lengths),
+            dims=(dim, dim),
+            sinks=True,
+        )
+        for name, lengths in (("ring", AT_ENDS), ("small", (0, 40, 1, 15, 16, 17, 39)), ("one", (1, 0)))
+        for dim in (64, 128, 256)
+    ),
+    replace(
+        MANY_UNITS,
+        name="many_ring_of_four_warps",
+        lengths=tuple((0, 1, 300, 319, 320, 321, 383, 384, 385, 699, 700)[b % 11] for b in range(128)),
+        slots=700,
+        alibi=True,
+        sinks=True,
+    ),
+    # Several rows of units that are not full, two units of a key head, and kernels that begin with the length
+    *(
+        replace(
+            MANY_UNITS, name=f"many_queries_{dim}", dims=(dim, dim), heads=(24, 8), seqlen_q=2, sinks=True
+        )
+        for dim in (64, 128, 256)
+    ),
+    replace(MANY_UNITS, name="many_blocks", dims=(256, 256), seqlen_q=4),
+    replace(MANY_UNITS, name="many_causal", seqlen_q=2, options=CAUSAL),
+    replace(MANY_UNITS, name="many_causal_blocks", dims=(256, 256), seqlen_q=4, options=CAUSAL),
 ]
 GRAPH_MANY = Case("graph", seqlen_q=700, slots=1008, scales="token", page_size=16, options=CAUSAL)
 
@@ -498,7 +530,9 @@ def test_many_short_units(case: Case) -> None:
 
     got = call()
     [plan] = decode._plans.values()
-    assert plan.shares == Shares(len(case.lengths) * case.heads[1], 1, 1, 0)
+    assert plan.config.whole
+    blocks = -(-case.seqlen_q * case.heads[0] // case.heads[1] // plan.config.rows)
+    assert plan.shares == Shares(len(case.lengths) * case.heads[1] * blocks, 1, 1, 0)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
     check(got, q, k, v, case, **{**options, "cache_seqlens": lengths})
     assert all(torch.equal(a, b) for a, b in zip(got, call(), strict=True))

@@ -35,6 +35,7 @@ class DecodeConfig:
     sinks: bool = False  # a logit for each head that takes its share of the softmax and has no value
     batch_idx: bool = False  # a sequence of the cache for each of q
     leftpad: bool = False  # sequences begin at a slot of their own
+    whole: bool = False  # each CTA has a unit of its own, so there are no parts: Shares.splits is 1
     arch: str = "sm_90a"
 
     @property
@@ -143,6 +144,11 @@ class DecodeConfig:
         return even and self.paging == "none" and self.m_tiles == 1 and not self.crowded
 
     @property
+    def early(self) -> bool:
+        """Whether a CTA's first copies start before its sequence's length is known: where they begin is."""
+        return self.whole and self.lean and not (self.leftpad or self.batch_idx)
+
+    @property
     def chains(self) -> int:
         """Accumulators that the products Q K^T of a step alternate between: a product waits for the one before it in
         its own."""
@@ -162,6 +168,7 @@ class DecodeConfig:
         mask = "_ends" if self.row_ends else ""
         mask += "".join(f"_{name}" for name in _DECODE_EXTRAS if getattr(self, name))
         tiles = f"m{'half' if self.half_tile else self.m_tiles}w{self.warps}s{self.stages}"
+        tiles += "_whole" if self.whole else ""
         arch = self.arch.replace("_", "").removesuffix("a")
         return f"decode_{arch}_{cache}_{dims_name(self.head_dim, self.head_dim_v)}{paging}{mask}_{tiles}"
 

@@ -20,7 +20,8 @@ come in steps of 16 for each warp: step t of a unit is keys 16 (warps t + w) and
 V by cp.async into a ring of its own, `stages` deep, computes on one stage while the others are in flight, and meets the
 other warps only at the end of a piece. So the loop has no barrier but the warp's own.
 
-Slots outside of [first, end) of `Splits.key_range` are not read: NaN there never meets a product.
+Slots outside of [first, end) of `Splits.key_range` are not read, or read and overwritten with zeros (`early`): NaN
+there never meets a product.
 
 16-bit caches: operands as they lie. e4m3: codes become fp16 in registers, exactly, and all products are fp16. A 16-bit
 Q is rounded to fp16 with a power of two for each row that brings its largest element below 2^15; codes of an e4m3 Q
@@ -43,10 +44,12 @@ from ..common.scheduler import share_start
 from ..config import DECODE_KEYS, DecodeConfig
 from .combine import Combine, Results
 from .gather import Gather
-from .loads import Cache, Keys, Loads
+from .loads import Cache, Cursor, Keys, Loads
 from .queries import Queries
-from .split import Lengths, Piece, Shares, Splits
+from .split import Divisors, Lengths, Piece, Shares, Splits, divisors_of
 from .step import Scoring, Step
+
+LARGEST = 2**31 - 1
 
 
 class Decode:
@@ -114,6 +117,7 @@ class Decode:
         if const_expr(cfg.paging != "none"):
             capacity = k_cache.shape[1] * block_table.shape[1]
         shares = Shares(ctas, splits, least, together)
+        by = divisors_of(q.shape[1], q.shape[2], k_cache.shape[2], shares, cfg.rows)
         lengths = Lengths(seqlens, leftpad, q.shape[0], seqlen_new, capacity, q.shape[1], left)
         factor = Float32(1.0) if cfg.adjusted else softmax_scale_log2
         self.kernel(
@@ -133,6 +137,7 @@ class Decode:
             partial_o,
             lengths,
             shares,
+            by,
             softmax_scale_log2,
             softcap_factor,
             factor,
@@ -143,9 +148,10 @@ class Decode:
             stream=stream,
             preferred_smem_carveout=100,  # per cent: an SM shall hold as many CTAs as decode_plan.py counts
         )
-        if splits != 1:
-            results = Results(out, lse, sinks, partial_ml, partial_o, factor)
-            self.combine.launch(results, lengths, shares, k_cache.shape[2], stream)
+        if const_expr(not cfg.whole):
+            if splits != 1:
+                results = Results(out, lse, sinks, partial_ml, partial_o, factor)
+                self.combine.launch(results, lengths, shares, by, k_cache.shape[2], stream)
 
     @cute.kernel
     def kernel(
@@ -166,14 +172,15 @@ class Decode:
         m_o: cute.Tensor,
         lengths: Lengths,
         shares: Shares,
+        by: Divisors,
         scale: Float32,
         softcap_factor: Float32,
         factor: Float32,
         right: Int32,
     ):
-        """What a CTA takes: piece after piece."""
+        """What a CTA takes: its unit, or piece after piece."""
         cfg = self.cfg
-        if const_expr(self.pdl):
+        if const_expr(self.pdl and not cfg.whole):
             # Once every CTA has said so or ended, CTAs of the combining grid may start where there is room. They wait
             # for the end of this grid before they read what it writes (combine.py). None is launched where splits == 1.
             cute.arch.griddepcontrol_launch_dependents()
@@ -181,42 +188,79 @@ class Decode:
         cta, _, _ = cute.arch.block_idx()
         lane = tid % 32
         warp = cute.arch.make_warp_uniform(tid // 32)
-        ctas, splits, least, together = shares
         cache = Cache(m_k, m_v, m_batch_idx, m_table, m_k_scale, m_v_scale)
         scoring = Scoring(m_slopes, scale, softcap_factor, right, m_q_scale)
         results = Results(m_out, m_lse, m_sinks, m_ml, m_o, factor)
-        heads_k = m_k.shape[2]
-        group = m_q.shape[2] // heads_k
-        m_blocks = (m_q.shape[1] * group + (cfg.rows - 1)) // cfg.rows
-        units = heads_k * m_blocks  # of a sequence
         smem = SmemAllocator().allocate_tensor(cutlass.Uint8, cute.make_layout(cfg.smem_bytes), 128)
         base = smem.iterator.toint()
 
+        if const_expr(cfg.whole):
+            b, unit = divmod(cta, by.units)
+            head, block = divmod(unit, by.blocks)
+            started = Int32(0)
+            if const_expr(cfg.early):
+                # Without a window the unit begins with key 0. Its length comes while its first copies do, as if there
+                # were no end of it.
+                ahead = (cfg.stages - 1) * cfg.tile_keys
+                if (lengths.left >= lengths.capacity) & (lengths.capacity >= ahead):
+                    started = Int32(1)
+                    every = Keys(b, b, head, Int32(0), Int32(LARGEST))
+                    key0 = warp * DECODE_KEYS
+                    at = self.loads.cursor(cache, every, key0, lane)
+                    self.start(cache, every, key0, Int32(cfg.stages), base + warp * cfg.warp_bytes, lane, at)
+            tiles = self.splits.tiles_of(lengths, b)
+            piece = Piece(
+                b, head, block * cfg.rows, by.group, Int32(0), tiles, cutlass.Boolean(True), Int32(0)
+            )
+            self.attend(m_q, cache, scoring, results, lengths, piece, started, base, tid, lane, warp)
+        else:
+            self.shared_out(m_q, cache, scoring, results, lengths, shares, by, base, tid, lane, warp, cta)
+
+    @cute.jit
+    def shared_out(
+        self,
+        m_q: cute.Tensor,
+        cache: Cache,
+        scoring: Scoring,
+        results: Results,
+        lengths: Lengths,
+        shares: Shares,
+        by: Divisors,
+        base: Int32,  # as `attend` has it
+        tid: Int32,
+        lane: Int32,
+        warp: Int32,
+        cta: Int32,
+    ):
+        """A CTA that takes piece after piece."""
+        cfg = self.cfg
+        ctas, splits, _, together = shares
+        units = by.units.divisor  # of a sequence
         # Tiles pos to end - 1 of the heads that are taken in step, the first of sequence b at `start`; or units pos,
         # pos + ctas and so on below end.
         b, start, pos, end = Int32(0), Int32(0), Int32(0), Int32(0)
         side, apart, whole = Int32(0), Int32(1), Int32(0)  # head among those in step, how many they are
         if splits == 0:
             total, _, longest = self.splits.tiles_before(lengths, Int32(0), units)
-            whole = self.splits.whole(total, longest, units * m_q.shape[0], ctas)
+            whole = self.splits.whole(total, longest, units * m_q.shape[0], by)
             if whole != 0:
-                pos, end, b = cta, units * m_q.shape[0], cta // units
+                pos, end, b = cta, units * m_q.shape[0], cta // by.units
             else:
                 apart = together
-                side = cta % together
-                total = total // together
-                sharers = self.splits.sharers(total, ctas // together, least)
-                if cta // together < sharers:
-                    pos = share_start(total, sharers, cta // together)
-                    end = share_start(total, sharers, cta // together + 1)
-                    b, start = self.splits.locate(lengths, pos, units // together)
+                share, side = divmod(cta, by.together)
+                total = total // by.together
+                sharers = self.splits.sharers(total, by)
+                if share < sharers:
+                    pos = share_start(total, sharers, share)
+                    end = share_start(total, sharers, share + 1)
+                    b, start = self.splits.locate(lengths, pos, units // by.together)
         else:
-            unit = cta // splits
-            b = unit // units
+            unit, split = divmod(cta, by.splits)
+            b, unit = divmod(unit, by.units)
             tiles = self.splits.tiles_of(lengths, b)
-            pos = (unit - b * units) * tiles
-            end = pos + share_start(tiles, splits, cta - unit * splits + 1)
-            pos = pos + share_start(tiles, splits, cta - unit * splits)
+            each, more = divmod(tiles, by.splits)
+            pos = unit * tiles + split * each + cutlass.min(split, more)
+            end = pos + each + (Int32(1) if split < more else Int32(0))
         slot = cta
         while pos < end:
             tiles = self.splits.tiles_of(lengths, b)
@@ -225,20 +269,19 @@ class Decode:
                 unit = (pos - start) // tiles
                 tile = pos - start - unit * tiles
                 count = cutlass.min(tiles - tile, end - pos)
-            head = unit // m_blocks
-            row0 = (unit - head * m_blocks) * cfg.rows
+            head, block = divmod(unit, by.blocks)
             head = head * apart + side
-            piece = Piece(b, head, row0, group, tile, count, count == tiles, slot)
-            self.attend(m_q, cache, scoring, results, lengths, piece, base, tid, lane, warp)
+            piece = Piece(b, head, block * cfg.rows, by.group, tile, count, count == tiles, slot)
+            self.attend(m_q, cache, scoring, results, lengths, piece, Int32(0), base, tid, lane, warp)
             slot = cta + ctas
             if whole == 0:
                 pos = pos + count
-                if pos == start + tiles * (units // apart):
+                if pos == start + tiles * (units // by.together):
                     start = pos
                     b = b + 1
             else:
                 pos = pos + ctas
-                b = pos // units
+                b = pos // by.units
 
     @cute.jit
     def attend(
@@ -249,6 +292,7 @@ class Decode:
         results: Results,
         lengths: Lengths,
         piece: Piece,
+        started: Int32,  # with `early`, 1: its first copies are under way, if it is long enough
         base: Int32,  # shared address: a ring for each warp, then Q
         tid: Int32,
         lane: Int32,
@@ -256,28 +300,37 @@ class Decode:
     ):
         """One piece, to the output or a slot. All threads of the CTA call it, as often: it has barriers."""
         cfg = self.cfg
-        first, end = self.splits.key_range(lengths, piece.batch)
         sequence = piece.batch
         if const_expr(cfg.batch_idx):
             sequence = cache.batch_idx[piece.batch]
+        ring = base + warp * cfg.warp_bytes
+        first, end = self.splits.key_range(lengths, piece.batch)
         keys = Keys(piece.batch, sequence, piece.head, first, end)
         # Step i of this warp starts at key key0 + i * tile_keys.
         key0 = (first // cfg.tile_keys + piece.tile) * cfg.tile_keys + warp * DECODE_KEYS
-        ring = base + warp * cfg.warp_bytes
 
         # Each step is a group of copies, an empty one past the last: so step i is always group i.
         page = self.loads.page_of(cache, keys, key0, lane)
         at = None
         if const_expr(cfg.lean):
             at = self.loads.cursor(cache, keys, key0, lane)
-        for i in cutlass.range_constexpr(cfg.stages - 1):
-            if i < piece.tiles:
-                key = key0 + i * cfg.tile_keys
-                self.loads.fetch(cache, keys, key, page, ring + i * cfg.stage_bytes, lane, at)
-                page = self.loads.page_of(cache, keys, key + cfg.tile_keys, lane)
-            cute.arch.cp_async_commit_group()
-            if const_expr(cfg.lean):
-                at = self.loads.next(at)
+        if const_expr(cfg.early):
+            ahead = cfg.stages - 1
+            if (started == 0) | (end < ahead * cfg.tile_keys):
+                # The lane and the warp: no copy of theirs is under way, behind which another one might come.
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.sync_warp()
+                self.start(cache, keys, key0, piece.tiles, ring, lane, at)
+            at = self.loads.next(at, ahead)
+        else:
+            for i in cutlass.range_constexpr(cfg.stages - 1):
+                if i < piece.tiles:
+                    key = key0 + i * cfg.tile_keys
+                    self.loads.fetch(cache, keys, key, page, ring + i * cfg.stage_bytes, lane, at)
+                    page = self.loads.page_of(cache, keys, key + cfg.tile_keys, lane)
+                cute.arch.cp_async_commit_group()
+                if const_expr(cfg.lean):
+                    at = self.loads.next(at)
 
         q = self.queries.load(m_q, piece, base + cfg.warps * cfg.warp_bytes, lane)
         if const_expr(cfg.q_in_smem):
@@ -334,13 +387,29 @@ class Decode:
             ahead = ahead + cfg.stage_bytes if ahead < (cfg.stages - 1) * cfg.stage_bytes else Int32(0)
         # The lane: none of its copies is under way. Only empty groups are left by now.
         cute.arch.cp_async_wait_group(0)
-        # The warp: no lane still reads the ring, where O goes now.
+        # The warp: no lane still reads the ring, where O goes now, or what the next piece loads.
         cute.arch.sync_warp()
         if const_expr(cfg.token_scales):
             o_factor = state.unit_o[0]
-        self.gather.leave(state, q, o_factor, ring, lane)
-        # All threads: every warp has left its part, of which each thread reads some.
-        cute.arch.sync_threads()
-        self.gather.add_up(base, results, piece, tid)
-        # All threads: the parts, and Q, are read; the next piece may fill rings and store its Q.
-        cute.arch.sync_threads()
+        if const_expr(cfg.whole and cfg.warps == 1 and cfg.fp8):
+            self.gather.alone(state, q, o_factor, results, piece, lane)
+        else:
+            self.gather.leave(state, q, o_factor, ring, lane)
+            # All threads: every warp has left its part, of which each thread reads some.
+            cute.arch.sync_threads()
+            self.gather.add_up(base, results, piece, tid)
+            # All threads: the parts, and Q, are read; the next piece may fill rings and store its Q.
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def start(
+        self, cache: Cache, keys: Keys, key0: Int32, tiles: Int32, ring: Int32, lane: Int32, at: Cursor
+    ):
+        """Starts the copies of as many steps as the ring holds ahead, of `tiles` at most; with `lean`."""
+        cfg = self.cfg
+        for i in cutlass.range_constexpr(cfg.stages - 1):
+            key = key0 + i * cfg.tile_keys
+            if i < tiles:
+                self.loads.fetch(cache, keys, key, Int32(0), ring + i * cfg.stage_bytes, lane, at)
+            cute.arch.cp_async_commit_group()
+            at = self.loads.next(at)

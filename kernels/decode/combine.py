@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from ..common.floats import bf16_pair, fp16_pair
 from ..common.scheduler import share_start
 from ..config import DecodeConfig, Fwd16Config
-from .split import Lengths, Shares, Splits, share_of
+from .split import Divisors, Lengths, Shares, Splits, share_of
 
 LOG2_E = math.log2(math.e)
 WARPS = 4  # of a CTA, a row each
@@ -30,12 +30,18 @@ class Results(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A packed row."""
+    """A row of the output."""
 
     batch: Int32
-    head: Int32  # of K and V
-    row: Int32  # among those of the key head
-    group: Int32  # query heads of a key head
+    query: Int32
+    head: Int32  # of Q
+
+
+@cute.jit
+def row_of(batch: Int32, head: Int32, row: Int32, group: cute.FastDivmodDivisorV2) -> Row:
+    """Packed row `row` of a key head, which `group` query heads have."""
+    query, rest = divmod(row, group)
+    return Row(batch, query, head * group.divisor + rest)
 
 
 @cute.jit
@@ -49,12 +55,10 @@ def finish(
     o: cute.Tensor,  # (4,) float32: columns from `column` on
 ):
     """O over the sum, and lse: of four columns of a row. top is its largest score."""
-    query = at.row // at.group
-    head_q = at.head * at.group + at.row - query * at.group
     reference = (Float32(0.0) if top == -Float32.inf else top) * results.factor
     share = Float32(1.0)
     if const_expr(cfg.sinks):
-        sink = results.sinks[head_q] * Float32(LOG2_E)
+        sink = results.sinks[at.head] * Float32(LOG2_E)
         own = -Float32.inf if top == -Float32.inf else reference
         largest = cute.arch.fmax(own, sink, nan=True)
         largest = Float32(0.0) if largest == -Float32.inf else largest  # a sink of -inf takes no share
@@ -66,12 +70,12 @@ def finish(
     words = cute.make_rmem_tensor(2, Uint32)
     for i in cutlass.range_constexpr(2):
         words[i] = pair(o[2 * i] * inverse, o[2 * i + 1] * inverse)
-    target = cute.domain_offset((at.batch, query, head_q, column), results.out).iterator.toint()
+    target = cute.domain_offset((at.batch, at.query, at.head, column), results.out).iterator.toint()
     target = cute.make_ptr(Uint32, target, cute.AddressSpace.gmem, assumed_align=8)
     cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(2)))
     if column == 0:
         lse = (reference + cute.math.log2(total, fastmath=True)) * Float32(math.log(2.0))
-        results.lse[at.batch, head_q, query] = lse
+        results.lse[at.batch, at.head, at.query] = lse
 
 
 class AddUp:
@@ -148,12 +152,19 @@ class Combine(AddUp):
         self.pdl = cfg.arch == "sm_90a"
 
     @cute.jit
-    def launch(self, results: Results, lengths: Lengths, shares: Shares, heads_k: Int32, stream):
+    def launch(
+        self, results: Results, lengths: Lengths, shares: Shares, by: Divisors, heads_k: Int32, stream
+    ):
         batch, seqlen_q, heads_q = results.out.shape[0], results.out.shape[1], results.out.shape[2]
         rows = batch * seqlen_q * heads_q
         *tensors, factor = results
-        self.kernel(*tensors, lengths, shares, factor, heads_k).launch(
-            grid=[cute.ceil_div(rows, WARPS), 1, 1], block=[32 * WARPS, 1, 1], stream=stream, use_pdl=self.pdl
+        self.kernel(*tensors, lengths, shares, by, factor, heads_k).launch(
+            grid=[cute.ceil_div(rows, WARPS), 1, 1],
+            block=[32 * WARPS, 1, 1],
+            stream=stream,
+            use_pdl=self.pdl,
+            # as the splitting kernel: an SM that has to divide its memory anew first ends what it runs
+            preferred_smem_carveout=100,
         )
 
     @cute.kernel
@@ -166,6 +177,7 @@ class Combine(AddUp):
         m_o: cute.Tensor,
         lengths: Lengths,
         shares: Shares,
+        by: Divisors,
         factor: Float32,
         heads_k: Int32,
     ):
@@ -175,39 +187,38 @@ class Combine(AddUp):
         cta, _, _ = cute.arch.block_idx()
         lane = tid % 32
         index = cute.arch.make_warp_uniform(cta * WARPS + tid // 32)
-        ctas, splits, least, together = shares
-        group = m_out.shape[2] // heads_k
-        packed = m_out.shape[1] * group  # rows of a key head
-        m_blocks = (packed + (cfg.rows - 1)) // cfg.rows
-        units = heads_k * m_blocks
+        splits = shares.splits
+        packed = m_out.shape[1] * by.group.divisor  # rows of a key head
+        units = by.units.divisor
         if index < m_out.shape[0] * heads_k * packed:
             b = index // (heads_k * packed)
             head = index // packed - b * heads_k
             row = index - (b * heads_k + head) * packed
-            unit = head * m_blocks + row // cfg.rows
-            place = row % cfg.rows
+            block, place = row // cfg.rows, row % cfg.rows
             tiles = self.splits.tiles_of(lengths, b)
             slot, count, later, apart = Int32(0), Int32(0), Int32(0), Int32(1)
             if splits == 0:
                 total, before, longest = self.splits.tiles_before(lengths, b, units)
-                if self.splits.whole(total, longest, units * m_out.shape[0], ctas) == 0:
-                    apart = together
-                    total = total // together
-                    sharers = self.splits.sharers(total, ctas // together, least)
-                    first = before // together + (head // together * m_blocks + row // cfg.rows) * tiles
+                if self.splits.whole(total, longest, units * m_out.shape[0], by) == 0:
+                    total = total // by.together
+                    of_side, side = divmod(head, by.together)
+                    first = before // by.together + (of_side * by.blocks.divisor + block) * tiles
+                    sharers = self.splits.sharers(total, by)
                     share = share_of(total, sharers, first)
                     count = share_of(total, sharers, first + tiles - 1) - share + 1
                     # The first of the CTAs may have begun with an earlier unit: then its part is in its other slot.
-                    later = ctas if share_start(total, sharers, share) < first else Int32(0)
-                    slot = share * together + head % together
+                    later = by.ctas.divisor if share_start(total, sharers, share) < first else Int32(0)
+                    apart = by.together.divisor
+                    slot = share * apart + side
             else:
-                slot = (b * units + unit) * splits
+                slot = (b * units + head * by.blocks.divisor + block) * splits
                 count = cutlass.min(splits, tiles)
             if const_expr(self.pdl):
                 # For the end of the splitting grid: all its CTAs have written their slots, which are read from here on.
                 cute.arch.griddepcontrol_wait()
             if count > 1:
-                self.add_up(results, Row(b, head, row, group), place, slot, apart, count, later, lane)
+                at = row_of(b, head, row, by.group)
+                self.add_up(results, at, place, slot, apart, count, later, lane)
 
 
 class CombineShares(AddUp):
@@ -252,5 +263,5 @@ class CombineShares(AddUp):
         # For the end of the forward, which has written all parts.
         cute.arch.griddepcontrol_wait()
         if batch < m_out.shape[0]:
-            at = Row(batch, index - row * heads_q, row - batch * seqlen_q, Int32(1))
+            at = Row(batch, row - batch * seqlen_q, index - row * heads_q)
             self.add_up(results, at, index, Int32(0), Int32(1), splits, Int32(0), tid % 32)

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, const_expr
 
 from ..common.warp import quad_sum
 from ..config import DecodeConfig
-from .combine import Results, Row, finish
+from .combine import Results, finish, row_of
 from .queries import Query
 from .split import Piece
 from .step import State
@@ -68,7 +68,7 @@ class Gather:
         """What the warps left, added up: to the output where the piece is whole, else to its slot."""
         cfg = self.cfg
         vectors = cfg.head_dim_v // 4
-        packed = results.out.shape[1] * piece.group
+        packed = results.out.shape[1] * piece.group.divisor
         for index in cutlass.range(tid, cfg.rows * vectors, cfg.threads, unroll=1):
             row = index // vectors
             column = 4 * (index - row * vectors)
@@ -109,7 +109,7 @@ class Gather:
                     for i in cutlass.range_constexpr(4):
                         o[i] = o[i] + weight * part[i]
                 if piece.whole:
-                    at = Row(piece.batch, piece.head, piece.row0 + row, piece.group)
+                    at = row_of(piece.batch, piece.head, piece.row0 + row, piece.group)
                     finish(cfg, results, at, column, top, total, o)
                 else:
                     target = cute.domain_offset((piece.slot, row, column), results.partial_o).iterator
@@ -118,3 +118,24 @@ class Gather:
                     if column == 0:
                         results.partial_ml[piece.slot, row, 0] = top
                         results.partial_ml[piece.slot, row, 1] = total
+
+    @cute.jit
+    def alone(self, state: State, q: Query, o_factor: Float32, results: Results, piece: Piece, lane: Int32):
+        """`leave` and `add_up` of a CTA of one warp with whole units of codes: its lanes have four columns side by
+        side."""
+        cfg = self.cfg
+        packed = results.out.shape[1] * piece.group.divisor
+        for mt in cutlass.range_constexpr(cfg.m_tiles):
+            for h in cutlass.range_constexpr(cfg.halves):
+                row = 16 * mt + 8 * h + lane // 4
+                total = quad_sum(state.total[h, mt])
+                top = state.maximum[h, mt]
+                if const_expr(not cfg.adjusted):
+                    top = top * q.unit[h, mt]  # in units that all rows share
+                if piece.row0 + row < packed:
+                    at = row_of(piece.batch, piece.head, piece.row0 + row, piece.group)
+                    o = cute.make_rmem_tensor(4, Float32)
+                    for c in cutlass.range_constexpr(cfg.n_tiles // 2):
+                        for i in cutlass.range_constexpr(4):
+                            o[i] = state.o[2 * h + i // 2, 2 * c + i % 2, mt] * o_factor
+                        finish(cfg, results, at, 16 * c + 4 * (lane % 4), top, total, o)

@@ -120,12 +120,12 @@ class Loads:
         return Cursor(found[0][0], found[1][0], scale, found[0][1], found[1][1], scale_step)
 
     @cute.jit
-    def next(self, at: Cursor) -> Cursor:
-        """The same of the step behind it."""
+    def next(self, at: Cursor, steps: cutlass.Constexpr = 1) -> Cursor:
+        """The same of the step behind it, or `steps` behind it."""
         return Cursor(
-            at.k + at.k_step,
-            at.v + at.v_step,
-            at.scale + at.scale_step,
+            at.k + steps * at.k_step,
+            at.v + steps * at.v_step,
+            at.scale + steps * at.scale_step,
             at.k_step,
             at.v_step,
             at.scale_step,

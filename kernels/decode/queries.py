@@ -43,7 +43,7 @@ class Queries:
         group = piece.group
         q_frag = cute.make_rmem_tensor((4, cfg.k_steps, cfg.m_tiles), Uint32)
         unit = cute.make_rmem_tensor((2, cfg.m_tiles), Float32)
-        rows = m_q.shape[1] * group
+        rows = m_q.shape[1] * group.divisor
         q_frag.fill(0)
         for mt in cutlass.range_constexpr(cfg.m_tiles):
             # Both halves always: zeros of which the assembler knew would be made anew for each product.
@@ -52,8 +52,9 @@ class Queries:
                 if const_expr(cfg.fp8):
                     unit[h, mt] = Float32(1.0)
                 if row < rows:
+                    query, rest = divmod(row, group)
                     source = cute.domain_offset(
-                        (piece.batch, row // group, piece.head * group + row % group, 0), m_q
+                        (piece.batch, query, piece.head * group.divisor + rest, 0), m_q
                     ).iterator.toint()
                     if const_expr(cfg.query == "e4m3"):
                         for s in cutlass.range_constexpr(cfg.k_steps):

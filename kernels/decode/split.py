@@ -66,13 +66,42 @@ class Shares(NamedTuple):
     together: Int32  # neighbouring key heads that are taken in step
 
 
+class Divisors(NamedTuple):
+    """What CTAs divide by, made on the host: divisions one behind another would delay a CTA's first load."""
+
+    group: cute.FastDivmodDivisorV2  # query heads of a key head
+    blocks: cute.FastDivmodDivisorV2  # units of a key head
+    units: cute.FastDivmodDivisorV2  # of a sequence
+    splits: cute.FastDivmodDivisorV2  # of a unit, 1 where balanced
+    ctas: cute.FastDivmodDivisorV2
+    together: cute.FastDivmodDivisorV2
+    least: cute.FastDivmodDivisorV2
+
+
+@cute.jit
+def divisors_of(seqlen_q: Int32, heads_q: Int32, heads_k: Int32, shares: Shares, rows: cutlass.Constexpr):
+    """`Divisors` of a call with `rows` packed rows a unit."""
+    group = heads_q // heads_k
+    blocks = (seqlen_q * group + (rows - 1)) // rows
+    divisor = cute.FastDivmodDivisorV2
+    return Divisors(
+        divisor(group),
+        divisor(blocks),
+        divisor(heads_k * blocks),
+        divisor(cutlass.max(shares.splits, 1)),
+        divisor(shares.ctas),
+        divisor(shares.together),
+        divisor(shares.least),
+    )
+
+
 class Piece(NamedTuple):
     """Neighbouring tiles of one unit, for one CTA."""
 
     batch: Int32
     head: Int32  # of K and V
     row0: Int32  # packed row of the key head at which the unit begins
-    group: Int32  # query heads of a key head
+    group: cute.FastDivmodDivisorV2  # query heads of a key head
     tile: Int32  # the first, counted from the unit's first
     tiles: Int32  # how many
     whole: cutlass.Boolean  # these are all of the unit
@@ -144,12 +173,14 @@ class Splits:
         return b, start
 
     @cute.jit
-    def whole(self, total: Int32, longest: Int32, units: Int32, ctas: Int32) -> Int32:
+    def whole(self, total: Int32, longest: Int32, units: Int32, by: Divisors) -> Int32:
         """1 where balanced work is done in whole units, of which there are `units` in all sequences; else 0."""
-        each = (total + (ctas - 1)) // ctas
-        return Int32(1) if (units + (ctas - 1)) // ctas * longest <= each + each // 16 else Int32(0)
+        up = by.ctas.divisor - 1
+        each = (total + up) // by.ctas
+        return Int32(1) if (units + up) // by.ctas * longest <= each + each // 16 else Int32(0)
 
     @cute.jit
-    def sharers(self, total: Int32, ctas: Int32, least: Int32) -> Int32:
-        """CTAs that take part where work is balanced: each shall have `least` tiles."""
-        return cutlass.max(cutlass.min(ctas, total // least), 1)
+    def sharers(self, total: Int32, by: Divisors) -> Int32:
+        """CTAs that take part where work is balanced, for each of the heads that are taken in step: each shall have
+        `least` tiles, of the `total` of such a head."""
+        return cutlass.max(cutlass.min(by.ctas.divisor // by.together, total // by.least), 1)

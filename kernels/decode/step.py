@@ -96,7 +96,7 @@ class Step:
                         q.unit[h, mt] if const_expr(cfg.softcap) else scoring.scale * q.unit[h, mt]
                     )
                 if const_expr(cfg.alibi):
-                    head_q = piece.head * group + row % group
+                    head_q = piece.head * group.divisor + row % group
                     slope[h, mt] = scoring.slopes[piece.batch, head_q] * Float32(LOG2_E)
         return Rows(
             factor, scoring.softcap_factor, scoring.scale, slope, position, lengths.left, scoring.right
