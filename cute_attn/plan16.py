@@ -97,7 +97,7 @@ TILES_16: Final = (
     ),
     Tile16(
         columns=128,
-        why="176 keys a step would fit, but are slower: the maximum of a step is no longer what it waits for",
+        why="176 keys a step would fit, but were 5% slower (perf/log.md, run 21)",
     ),
     Tile16(columns=192, tile_n=112, cluster=2, why=_BOUND_16),
     Tile16(columns=256, tile_n=80, cluster=2, why=_BOUND_16),

@@ -83,9 +83,10 @@ def heads_ahead(turn: Int32, q: cute.Tensor, k: cute.Tensor) -> Int32:
     """How many heads of K on a CTA clears the sum of dQ, see `Bwd16Main.clear_ahead`; `turn` as in `key_block_coord`.
     Of q, k (batch, seqlen, heads, dim)."""
     ahead = turn
-    if q.shape[1] > 8 * k.shape[1]:
-        # A CTA would clear a large share, and there are few CTAs before those that wait: all is cleared beforehand.
-        ahead = k.shape[0] * k.shape[2]
+    if (
+        q.shape[1] > 8 * k.shape[1]
+    ):  # a CTA would clear a large share, and there are few CTAs before those that wait
+        ahead = k.shape[0] * k.shape[2]  # none
     return ahead
 
 
