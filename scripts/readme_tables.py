@@ -116,6 +116,22 @@ def counters(cell: pd.DataFrame) -> str:
     )
 
 
+def cached(record: str) -> list[str]:
+    """Of one query over caches, a column for each number of sequences and of keys: times of the fastest peer that attends, and
+    of a copy of as many bytes, over ours."""
+    rows = rows_of(record, phase="decode")
+    sizes = sorted(set(zip(rows["seqlen_k"], rows["batch"], strict=True)))
+    lines = []
+    for (head_dim, heads, heads_k), group in rows.groupby(["head_dim", "heads_q", "heads_k"]):
+        line = [f"{head_dim}, {heads} / {heads_k}"]
+        for keys, batch in sizes:
+            cell = group[(group["seqlen_k"] == keys) & (group["batch"] == batch)].set_index("provider")["ms"]
+            peers = cell.drop([OURS, "copy", "copy_cache"])
+            line.append(f"{peers.min() / cell[OURS]:.2f}; {cell['copy_cache'] / cell[OURS]:.2f}")
+        lines.append(line)
+    return table(["head_dim, heads", *(f"{batch} x {keys:,}" for keys, batch in sizes)], lines)
+
+
 # page -> what stands some lines before a table, and what makes it
 README: dict[str, Callable[[], list[str]]] = {
     "TFLOP/s at seqlen 16,384:": forward_longest,
@@ -127,6 +143,8 @@ README: dict[str, Callable[[], list[str]]] = {
         rows_of("forward_16bit", phase="forward"), beside_best
     ),
     "Its gradients, beside": lambda: by_length(rows_of("backward_16bit", phase="backward"), beside_best),
+    "an e4m3 cache (`perf/records/decode_fp8.json`)": lambda: cached("decode_fp8"),
+    "against a bf16 cache (`perf/records/decode_16bit.json`)": lambda: cached("decode_16bit"),
 }
 PAGES = {
     "README.md": README,
