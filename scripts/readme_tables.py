@@ -117,8 +117,8 @@ def counters(cell: pd.DataFrame) -> str:
 
 
 def cached(record: str) -> list[str]:
-    """Of one query over caches, a column for each number of sequences and of keys: times of the fastest peer that attends, and
-    of a copy of as many bytes, over ours."""
+    """Of one query over caches, a column for each number of sequences and of keys: times of the fastest peer that
+    attends, and of a copy that moves as many bytes, over ours."""
     rows = rows_of(record, phase="decode")
     sizes = sorted(set(zip(rows["seqlen_k"], rows["batch"], strict=True)))
     lines = []
