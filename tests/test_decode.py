@@ -578,25 +578,33 @@ def test_ctas_where_shares_are_even(
         (128, 150, 8, 1024, {}, 4, 0),  # the second round nearly empty
         (128, 16, 8, 1024, {}, 4, 0),
         (256, 128, 8, 1024, {}, 4, 1024),
-        (64, 128, 8, 1024, {}, 1, 1024),
-        (64, 128, 32, 1024, {}, 1, 4096),
+        (64, 128, 8, 1024, {}, 4, 512),  # of two heads
+        (64, 128, 32, 1024, {}, 4, 2048),
+        (64, 128, 32, 1024, {"rows": 1}, 1, 2048),
+        (64, 128, 33, 1024, {}, 1, 4224),  # heads in no pairs
         (64, 16, 8, 1024, {}, (8, 8), 0),
+        (64, 16, 8, 8192, {}, 4, 0),  # of two heads
         (
             64,
             16,
-            8,
+            7,
             8192,
             {},
             (4, 8),
             0,
         ),  # even shares of lengths that only the device knows begin within units
-        (64, 1, 8, 131072, {}, (8, 8), 0),
+        (64, 1, 8, 131072, {}, 4, 0),
+        (64, 1, 8, 32768, {}, 8, 0),
         (128, 128, 8, 1024, {"query": "e4m3", "sinks": True, "leftpad": True, "batch_idx": True}, 1, 1024),
         (128, 128, 8, 1024, {"softcap": True}, 4, 1024),
-        (64, 128, 8, 1024, {"softcap": True}, (4, 8), 0),
+        (64, 128, 8, 1024, {"softcap": True}, 4, 512),
+        (64, 128, 33, 1024, {"softcap": True}, (4, 8), 0),
         (128, 128, 8, 1024, {"page_size": 64}, 4, 0),
         (128, 128, 8, 1024, {"arch": "sm_89"}, 4, 0),
-        (128, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 4, 0),
+        (128, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 4, 1024),
+        (128, 128, 8, 2049, {"cache": "16bit", "scales": "none"}, 4, 0),
+        (64, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 1, 1024),
+        (64, 128, 32, 1024, {"cache": "16bit", "scales": "none"}, 4, 4096),
         (96, 128, 8, 1024, {}, 4, 0),  # lanes do not take whole rows
         (192, 128, 8, 1024, {}, 4, 1024),
     ],
@@ -614,17 +622,18 @@ def test_many_short_units_have_a_cta_each(
 ) -> None:
     config = decode_plan.decode_config(dim, dim, "bf16", **{"rows": 8, **OF_CODES, **form})
     seen = (capacity := 100000, capacity + keys) if known else None
-    shape = (batch, heads_k, 8, keys if seen is None else 2 * capacity, 0, 132, seen)
-    kernel, plan = decode_plan.chosen(config, *shape)
+    rows, behind = form.get("rows", 8), (keys if seen is None else 2 * capacity, 0, 132, seen)
+    kernel, plan = decode_plan.chosen(config, batch, heads_k, rows, *behind)
     assert kernel.warps == (warps[known] if isinstance(warps, tuple) else warps)
-    assert kernel in decode_plan.kernels(config)
+    assert kernel in decode_plan.kernels(config, rows)
     if units:
         assert plan == Shares(units, 1, 1, 0)  # no combining kernel, whatever the lengths are
         assert kernel.whole
     else:
-        assert plan == decode_plan.shares(kernel, *shape)
+        of_pairs = (batch, heads_k // kernel.heads, rows * kernel.heads)
+        assert plan == decode_plan.shares(kernel, *of_pairs, *behind)
         assert not kernel.whole
-    assert decode_plan.chosen(config, batch, heads_k, 8, keys, 2, 132)[0] == config
+    assert decode_plan.chosen(config, batch, heads_k, rows, keys, 2, 132)[0] == config
 
 
 def test_narrow_codes_want_all_ctas_that_an_sm_holds() -> None:
@@ -636,15 +645,18 @@ def test_narrow_codes_want_all_ctas_that_an_sm_holds() -> None:
 
 def test_kernels_of_one_and_of_eight_warps() -> None:
     for form, warps in (
-        ({"rows": 1}, [4, 1, 8]),
+        ({"rows": 1}, [4, 1, 8, 4, 1, 4]),  # then those of two heads
+        ({"rows": 8}, [4, 1, 8, 4, 4]),
         ({"rows": 16, "softcap": True}, [4, 8]),
         ({"rows": 32}, [4]),
         ({"page_size": 16}, [4]),
         ({"arch": "sm_89"}, [4]),
     ):
         config = decode_plan.decode_config(64, 64, "bf16", **{**OF_CODES, **form})
-        assert [kernel.warps for kernel in decode_plan.kernels(config)] == warps
-    _, narrow, wide = decode_plan.kernels(decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES))
+        assert [kernel.warps for kernel in decode_plan.kernels(config, form.get("rows", 8))] == warps
+    _, narrow, wide, *_ = decode_plan.kernels(
+        decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES), 8
+    )
     assert 16 * (narrow.smem_bytes + 1024) <= 228 << 10
     assert narrow.whole and narrow.early and not wide.whole
     assert decode_plan.ctas_per_sm(wide) == 1
@@ -701,6 +713,10 @@ def test_chosen_kernels_can_be_built(dim: int, scales: str, arch: str) -> None:
         ({"stages": 40}, "shared memory"),
         ({"paging": "some"}, "paging"),
         ({"query": "e4m3"}, "query must be one of"),
+        ({"heads": 3}, "heads must be 1 or 2"),
+        ({"heads": 2, "head_dim": 64, "head_dim_v": 64}, "heads must be 1 but for"),
+        ({"heads": 2, "cache": "e4m3", "scales": "token", "paging": "block"}, "heads must be 1 but for"),
+        ({"heads": 2, "cache": "e4m3", "scales": "token", "head_dim": 256}, "m_tiles"),
     ],
 )
 def test_configs_that_cannot_be_built(change: dict[str, Any], match: str) -> None:
@@ -717,6 +733,7 @@ def test_names_tell_kernels_apart() -> None:
         {"cache": "e4m3", "scales": "head"},
         {"cache": "e4m3", "scales": "token"},
         {"cache": "e4m3", "scales": "token", "query": "e4m3"},
+        {"cache": "e4m3", "scales": "token", "heads": 2},
         {"paging": "block"},
         {"paging": "token"},
         {"m_tiles": 2},
@@ -767,7 +784,7 @@ def test_machine_code(
     assert found.counts["STG"] > 0 and found.registers <= 255
     if isinstance(config, DecodeConfig):
         assert found.smem_bytes == config.smem_bytes
-        if config.warps == 1 and config.head_dim + config.head_dim_v <= 128:
+        if config.warps == 1 and (config.k_columns + config.v_columns) * config.element_bytes <= 128:
             assert found.registers <= 128  # sixteen CTAs on an SM, for which the ring is
         # One pass over the keys of a step: a load of 16 rows of K or V for each two pieces of 16 bytes.
         assert found.counts["LDSM"] == -(-config.k_chunks // 2) + -(-config.v_chunks // 2)

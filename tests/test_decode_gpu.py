@@ -17,7 +17,7 @@ import torch
 from poison import PoisonedTorch, poison_memory
 from torch import Tensor
 
-from cute_attn import append, append_kv, decode, flash_attn_with_kvcache, launch, prefill
+from cute_attn import append, append_kv, decode, decode_plan, flash_attn_with_kvcache, launch, prefill
 from cute_attn.append import append_reference, queries_reference
 from cute_attn.decode import decode_explain, decode_kernel, reference
 from cute_attn.decode_plan import Shares, decode_config
@@ -399,6 +399,18 @@ MANY_SHORT = [
     replace(MANY_UNITS, name="many_head", scales="head", dtype=FP16, heads=(8, 8), dims=(128, 64)),
     replace(MANY_UNITS, name="many_window", options={"window_size": (50, 0)}),
     replace(MANY_UNITS, name="many_softcap", alibi=True, options={"softcap": 20.0}),
+    *(replace(MANY_UNITS, name=f"many_16bit_{d}", scales="none", dims=(d, d)) for d in (64, 128, 256)),
+    *(
+        replace(
+            MANY_UNITS,
+            name=f"many_16bit_ring_{d}",
+            scales="none",
+            lengths=tuple(AT_ENDS[b % len(AT_ENDS)] for b in range(128)),
+            dims=(d, d),
+            sinks=True,
+        )
+        for d in (64, 128)
+    ),
     # Lengths at the ends of tiles and of the rings that are filled before the length is known; room for less than one
     *(
         replace(
@@ -550,6 +562,49 @@ def test_many_short_units(case: Case) -> None:
         ):  # else slots before the window are NaN, which shorter ones see
             check(captured, q, k, v, case, **options)
     assert all(torch.equal(a, b) for a, b in zip(got, captured, strict=True))
+
+
+PAIRS = Case("pairs", dims=(64, 64), scales="token")
+LONG_AND_SHORT = (8192, 0, 1, 17, 4096, 63, 5000, 8000, 64, 65, 2, 7777, 300, 8192, 1023, 1024)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(replace(PAIRS, name=f"heads_{q}_{k}", heads=(q, k)) for q, k in ((2, 2), (8, 2), (10, 2), (16, 2))),
+        replace(PAIRS, name="balanced", lengths=LONG_AND_SHORT, slots=8192, heads=(32, 32)),
+        replace(PAIRS, name="balanced_full", lengths=LONG_AND_SHORT, slots=8192, heads=(64, 8)),
+        replace(PAIRS, name="one", lengths=(30000,), slots=32768, heads=(32, 32)),
+        replace(PAIRS, name="dims_of_values", dims=(64, 32), heads=(8, 8)),
+        replace(PAIRS, name="dims_of_keys", dims=(32, 64), heads=(8, 4)),
+        replace(PAIRS, name="magnitudes", magnitudes=(1e-3, 1e4), heads=(16, 2)),
+        replace(PAIRS, name="few_tokens", seqlen_q=4, heads=(8, 4), options=CAUSAL),
+        replace(PAIRS, name="window", heads=(8, 4), options={"window_size": (100, 0)}),
+        replace(PAIRS, name="all", heads=(8, 4), sinks=True, leftpad=True, batch_idx=True),
+        replace(PAIRS, name="scores", heads=(8, 4), alibi=True, options={"softcap": 20.0}),
+        replace(
+            MANY_UNITS,
+            name="narrow",
+            dims=(64, 64),
+            heads=(32, 32),
+            lengths=tuple(range(0, 384, 3)),
+            slots=400,
+        ),
+        replace(
+            MANY_UNITS, name="whole", dims=(64, 64), heads=(64, 8), lengths=tuple(range(0, 384, 3)), slots=400
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+def test_pairs_of_heads(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two heads as one of twice the columns."""
+    monkeypatch.setattr(decode_plan, "PAIRED_KEYS", 0)
+    q, k, v, options = case.make()
+    got = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
+    [plan] = decode._plans.values()
+    assert plan.config.heads == 2
+    assert plan.config.whole == (case.name in ("narrow", "whole"))
+    check(got, q, k, v, case, **options)
 
 
 @pytest.mark.parametrize("case", [GRAPH], ids=["graph"])

@@ -26,6 +26,8 @@ class DecodeConfig:
     paging: str = "none"
     query: str = "16bit"  # "e4m3": Q is of e4m3, with a scale for each key head, which needs a cache of e4m3
     m_tiles: int = 1  # tiles of 16 packed rows (query, head of the group) that a CTA takes
+    # Neighbouring key heads that a CTA takes as one of so many times the columns; 2 with a scale for each token alone
+    heads: int = 1
     half_tile: bool = False  # a CTA takes 8 packed rows: the upper half of its only tile is left out
     warps: int = 4  # each with keys and a ring of its own
     stages: int = 3  # steps of the ring, of which one is computed on
@@ -53,14 +55,23 @@ class DecodeConfig:
         return self.softcap or self.alibi
 
     @property
+    def k_columns(self) -> int:
+        """Of a row of K that a CTA reads."""
+        return self.heads * self.head_dim
+
+    @property
+    def v_columns(self) -> int:
+        return self.heads * self.head_dim_v
+
+    @property
     def k_steps(self) -> int:
-        """Products that head_dim takes, of 16 columns."""
-        return -(-self.head_dim // 16)
+        """Products that a row of K takes, of 16 columns."""
+        return -(-self.k_columns // 16)
 
     @property
     def n_tiles(self) -> int:
-        """Products that head_dim_v takes, of 8 columns."""
-        return self.head_dim_v // 8
+        """Products that a row of V takes, of 8 columns."""
+        return self.v_columns // 8
 
     @property
     def element_bytes(self) -> int:
@@ -89,11 +100,11 @@ class DecodeConfig:
     @property
     def k_chunks(self) -> int:
         """Pieces of 16 bytes of a row of K."""
-        return self.head_dim * self.element_bytes // 16
+        return self.k_columns * self.element_bytes // 16
 
     @property
     def v_chunks(self) -> int:
-        return self.head_dim_v * self.element_bytes // 16
+        return self.v_columns * self.element_bytes // 16
 
     @property
     def k_pitch(self) -> int:
@@ -106,8 +117,8 @@ class DecodeConfig:
 
     @property
     def scale_bytes(self) -> int:
-        """Of a step: a float32 for each key of K and of V."""
-        return 8 * DECODE_KEYS if self.token_scales else 0
+        """Of a step: a float32 for each key of K and of V, of each head."""
+        return 8 * DECODE_KEYS * self.heads if self.token_scales else 0
 
     @property
     def stage_bytes(self) -> int:
@@ -127,7 +138,7 @@ class DecodeConfig:
     @property
     def q_in_smem(self) -> bool:
         """Whether fragments of Q are read anew in each step, as registers have no room for them beside O."""
-        return self.m_tiles * max(self.head_dim, self.head_dim_v) > 128
+        return self.m_tiles * max(self.k_columns, self.v_columns) > 128
 
     @property
     def crowded(self) -> bool:
@@ -168,6 +179,7 @@ class DecodeConfig:
         mask = "_ends" if self.row_ends else ""
         mask += "".join(f"_{name}" for name in _DECODE_EXTRAS if getattr(self, name))
         tiles = f"m{'half' if self.half_tile else self.m_tiles}w{self.warps}s{self.stages}"
+        tiles += "_pair" if self.heads == 2 else ""
         tiles += "_whole" if self.whole else ""
         arch = self.arch.replace("_", "").removesuffix("a")
         return f"decode_{arch}_{cache}_{dims_name(self.head_dim, self.head_dim_v)}{paging}{mask}_{tiles}"
@@ -191,7 +203,13 @@ class DecodeConfig:
             raise ValueError(f"arch must be one of {E4M3_ARCHS} for a cache of e4m3, got {self.arch!r}")
         if self.half_tile and self.m_tiles != 1:
             raise ValueError(f"m_tiles must be 1 with half_tile, got {self.m_tiles}")
-        if self.m_tiles * max(self.head_dim, self.head_dim_v) > 256:
+        if self.heads not in (1, 2):
+            raise ValueError(f"heads must be 1 or 2, got {self.heads}")
+        if self.heads == 2 and not (self.token_scales and self.query == "16bit" and self.lean):
+            raise ValueError(
+                "heads must be 1 but for a cache of e4m3 without pages, with a scale for each token and a 16-bit query"
+            )
+        if self.m_tiles * max(self.k_columns, self.v_columns) > 256:
             raise ValueError(
                 f"m_tiles * head_dim must be at most 256 for the registers, got {self.m_tiles} tiles"
             )

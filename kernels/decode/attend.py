@@ -28,6 +28,11 @@ Q is rounded to fp16 with a power of two for each row that brings its largest el
 become fp16 as those of K do. Scales of K and of an e4m3 Q multiply scores. A scale of V for each token multiplies P,
 over a power of two R at least as large as all scales so far, so that P does not leave fp16; O counts in units of R.
 
+Pairs (`heads` 2): a row of K of a narrow head is half of a line of L2, which two CTAs would load at two times. Here
+one CTA takes two heads, whose K side by side is that of one head with twice the columns: a row of Q has its own
+columns in its head's half and zeros in the other one, and of a row of P V its head's half is O. Scales are those of the
+row's head, and so is R. NaN in K of one head so reaches the rows of both.
+
 What a CTA does, and where it stands: it finds its pieces of work (`Decode.kernel`, split.py). Of each it loads Q
 (queries.py), fetches K and V step by step (loads.py) and computes (step.py). At the end it adds up what its warps have
 (gather.py), to the output or to a slot for the combining kernel (combine.py). common/warp.py has the instructions.
@@ -117,7 +122,8 @@ class Decode:
         if const_expr(cfg.paging != "none"):
             capacity = k_cache.shape[1] * block_table.shape[1]
         shares = Shares(ctas, splits, least, together)
-        by = divisors_of(q.shape[1], q.shape[2], k_cache.shape[2], shares, cfg.rows)
+        heads_k = k_cache.shape[2] // cfg.heads
+        by = divisors_of(q.shape[1], q.shape[2], heads_k, shares, cfg.rows)
         lengths = Lengths(seqlens, leftpad, q.shape[0], seqlen_new, capacity, q.shape[1], left)
         factor = Float32(1.0) if cfg.adjusted else softmax_scale_log2
         self.kernel(
@@ -146,12 +152,14 @@ class Decode:
             grid=[ctas, 1, 1],
             block=[cfg.threads, 1, 1],
             stream=stream,
+            # Registers for two CTAs on an SM, not for four, for which the assembler would spill some of 16-bit Q
+            min_blocks_per_mp=2 if const_expr(cfg.whole and cfg.warps == 4 and not cfg.fp8) else 0,
             preferred_smem_carveout=100,  # per cent: an SM shall hold as many CTAs as decode_plan.py counts
         )
         if const_expr(not cfg.whole):
             if splits != 1:
                 results = Results(out, lse, sinks, partial_ml, partial_o, factor)
-                self.combine.launch(results, lengths, shares, by, k_cache.shape[2], stream)
+                self.combine.launch(results, lengths, shares, by, heads_k, stream)
 
     @cute.kernel
     def kernel(
@@ -339,14 +347,15 @@ class Decode:
             cute.arch.sync_threads()
         rows = self.step.rows_of(scoring, lengths, piece, keys, q, lane)
         state = self.step.new_state()
-        o_factor = Float32(1.0)
-        k_scale, v_scale = [cute.make_rmem_tensor((2, 2), Float32) for _ in range(2)]
+        o_factor = cute.make_rmem_tensor(2, Float32)  # of a thread's rows: what O still wants
+        o_factor.fill(1.0)
+        k_scale, v_scale = [cute.make_rmem_tensor((2, 2, self.step.scale_sets), Float32) for _ in range(2)]
         q_scale = Float32(1.0)
         if const_expr(cfg.query == "e4m3"):
             q_scale = scoring.q_scale[piece.batch, piece.head]
         if const_expr(cfg.scales == "head"):
             k_scale.fill(cache.k_scale[piece.batch, piece.head] * q_scale)
-            o_factor = cache.v_scale[piece.batch, piece.head]
+            o_factor.fill(cache.v_scale[piece.batch, piece.head])
 
         # Offsets in the ring of the stage that is computed on, and of the one that is filled meanwhile.
         stage, ahead = Int32(0), Int32((cfg.stages - 1) * cfg.stage_bytes)
@@ -371,11 +380,15 @@ class Decode:
             place = ring + stage
             place_v = place + DECODE_KEYS * cfg.k_pitch
             if const_expr(cfg.token_scales):
-                self.loads.read_scales(place_v, k_scale, v_scale, own)
+                for h in cutlass.range_constexpr(self.step.scale_sets):
+                    scales = place_v + DECODE_KEYS * cfg.v_pitch
+                    if const_expr(cfg.heads == 2):
+                        scales = scales + rows.side[h] * (8 * DECODE_KEYS)
+                    self.loads.read_scales(scales, k_scale[None, None, h], v_scale[None, None, h], own)
                 if const_expr(cfg.query == "e4m3"):
                     for j in cutlass.range_constexpr(2):
                         for e in cutlass.range_constexpr(2):
-                            k_scale[e, j] = k_scale[e, j] * q_scale
+                            k_scale[e, j, 0] = k_scale[e, j, 0] * q_scale
             s = cute.make_rmem_tensor((4, 2, cfg.m_tiles), Float32)
             self.step.scores(q, place, own, s)
             self.step.adjust(s, key0 + i * cfg.tile_keys, k_scale, rows, keys, own)
@@ -390,11 +403,12 @@ class Decode:
         # The warp: no lane still reads the ring, where O goes now, or what the next piece loads.
         cute.arch.sync_warp()
         if const_expr(cfg.token_scales):
-            o_factor = state.unit_o[0]
+            for h in cutlass.range_constexpr(2):
+                o_factor[h] = state.unit_o[self.step.scale_set(h)]
         if const_expr(cfg.whole and cfg.warps == 1 and cfg.fp8):
-            self.gather.alone(state, q, o_factor, results, piece, lane)
+            self.gather.alone(state, rows, q, o_factor, results, piece, lane)
         else:
-            self.gather.leave(state, q, o_factor, ring, lane)
+            self.gather.leave(state, rows, q, o_factor, ring, lane)
             # All threads: every warp has left its part, of which each thread reads some.
             cute.arch.sync_threads()
             self.gather.add_up(base, results, piece, tid)

@@ -1,8 +1,8 @@
 """Copies of K, V and their scales from a cache to a warp's ring in shared memory.
 
 A warp copies what it alone reads, by cp.async: keys key0 to key0 + 15 of one step into one stage of its ring, K, then
-V, then, with a scale for each token, 16 scales of K and 16 of V. The caller commits the copies of a step as a group
-and waits for it (attend.py).
+V, then, with a scale for each token, 16 scales of K and 16 of V, of both heads of a pair. The caller commits the copies
+of a step as a group and waits for it (attend.py).
 
 Of slots outside of [first, end) the copy writes zeros and reads nothing, nor is their page number read.
 """
@@ -35,7 +35,7 @@ class Keys(NamedTuple):
 
     batch: Int32  # of the queries: row of the block table
     sequence: Int32  # of the cache, where that is not paged
-    head: Int32  # of K and V
+    head: Int32  # of K and V, or a pair of them
     first: Int32
     end: Int32
 
@@ -49,6 +49,7 @@ class Cursor(NamedTuple):
     k_step: Int64
     v_step: Int64
     scale_step: Int64
+    scale_apart: Int64  # from a scale to that of the other head of a pair
 
 
 @cute.jit
@@ -91,7 +92,10 @@ class Loads:
             self.go_on_rows(cache.v, cfg.v_chunks, cfg.v_pitch, keys, key0, at.v, stage_v, lane)
             if const_expr(cfg.token_scales):
                 size = 4 if inside(key0 + lane % DECODE_KEYS, keys.first, keys.end) else 0
-                copy_4_bytes_or_zeros(stage_v + DECODE_KEYS * cfg.v_pitch + 4 * lane, at.scale, size)
+                target = stage_v + DECODE_KEYS * cfg.v_pitch + 4 * lane
+                copy_4_bytes_or_zeros(target, at.scale, size)
+                if const_expr(cfg.heads == 2):
+                    copy_4_bytes_or_zeros(target + 8 * DECODE_KEYS, at.scale + at.scale_apart, size)
         else:
             self.fetch_rows(cache.k, cfg.k_chunks, cfg.k_pitch, keys, key0, page, stage, lane)
             self.fetch_rows(cache.v, cfg.v_chunks, cfg.v_pitch, keys, key0, page, stage_v, lane)
@@ -101,23 +105,27 @@ class Loads:
     @cute.jit
     def cursor(self, cache: Cache, keys: Keys, key0: Int32, lane: Int32) -> Cursor:
         """Of the step at key0, where no page is looked up and lanes take whole rows (`lean`)."""
-        found = []
+        found, heads = [], self.cfg.heads
         for m_x, chunks in ((cache.k, self.cfg.k_chunks), (cache.v, self.cfg.v_chunks)):
             size, strides = self.cfg.element_bytes, m_x.stride
             row = Int64(keys.sequence) * strides[0] + Int64(key0 + lane // chunks) * strides[1]
-            offset = (row + Int64(keys.head) * strides[2]) * size + 16 * (lane % chunks)
+            # Of a pair a lane's piece is of the head that has it, wherever that lies.
+            head, piece = keys.head * heads + lane % chunks // (chunks // heads), lane % (chunks // heads)
+            offset = (row + Int64(head) * strides[2]) * size + 16 * piece
             found.append((m_x.iterator.toint() + offset, Int64(self.cfg.tile_keys * size) * strides[1]))
-        scale, scale_step = Int64(0), Int64(0)
+        scale, scale_step, apart = Int64(0), Int64(0), Int64(0)
         if const_expr(self.cfg.token_scales):
             of_k, of_v = cache.k_scale, cache.v_scale
             from_k, from_v = of_k.iterator.toint(), of_v.iterator.toint()
             is_k = lane < DECODE_KEYS
             place = Int64(keys.sequence) * (of_k.stride[0] if is_k else of_v.stride[0])
             near = of_k.stride[1] if is_k else of_v.stride[1]
-            place = place + Int64(keys.head) * (of_k.stride[2] if is_k else of_v.stride[2])
+            far = of_k.stride[2] if is_k else of_v.stride[2]
+            place = place + Int64(keys.head * heads) * far
+            apart = Int64(4) * far
             scale = (from_k if is_k else from_v) + 4 * (place + Int64(key0 + lane % DECODE_KEYS) * near)
             scale_step = Int64(4 * self.cfg.tile_keys) * near
-        return Cursor(found[0][0], found[1][0], scale, found[0][1], found[1][1], scale_step)
+        return Cursor(found[0][0], found[1][0], scale, found[0][1], found[1][1], scale_step, apart)
 
     @cute.jit
     def next(self, at: Cursor, steps: cutlass.Constexpr = 1) -> Cursor:
@@ -129,6 +137,7 @@ class Loads:
             at.k_step,
             at.v_step,
             at.scale_step,
+            at.scale_apart,
         )
 
     @cute.jit
@@ -231,13 +240,14 @@ class Loads:
         copy_4_bytes_or_zeros(target + 4 * lane, source, 4 if (key < keys.end) & (key >= keys.first) else 0)
 
     @cute.jit
-    def read_scales(self, stage_v: Int32, k_scale: cute.Tensor, v_scale: cute.Tensor, lane: Int32):
-        """A step's scales from shared memory to registers, (2, 2) each: of this thread's two keys in either half.
+    def read_scales(self, place: Int32, k_scale: cute.Tensor, v_scale: cute.Tensor, lane: Int32):
+        """A head's scales of a step from shared memory to registers, (2, 2) each: of this thread's two keys in either
+        half.
 
-        stage_v  shared address of the stage's V, behind which they lie
+        place  their shared address
         """
         for j in cutlass.range_constexpr(2):
-            at = stage_v + DECODE_KEYS * self.cfg.v_pitch + 4 * (8 * j + 2 * (lane % 4))
+            at = place + 4 * (8 * j + 2 * (lane % 4))
             for x, offset in ((k_scale, 0), (v_scale, 4 * DECODE_KEYS)):
                 source = cute.make_ptr(Float32, at + offset, cute.AddressSpace.smem, assumed_align=8)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), x[None, j])

@@ -19,6 +19,9 @@ whole units and fixed splits neighbours run at about the same time as they are.
 A piece that is a whole unit becomes output at once. Any other leaves O, maximum and sum of its rows in a slot, for the
 combining kernel (combine.py): slot i for the first piece of CTA i, ctas + i for another one, which is its last.
 
+*Pairs* (`DecodeConfig.heads` 2): what is called a key head here is two neighbouring ones, and their query heads are
+its group.
+
 cute_attn/decode_plan.py has the same in Python.
 """
 
@@ -80,7 +83,8 @@ class Divisors(NamedTuple):
 
 @cute.jit
 def divisors_of(seqlen_q: Int32, heads_q: Int32, heads_k: Int32, shares: Shares, rows: cutlass.Constexpr):
-    """`Divisors` of a call with `rows` packed rows a unit."""
+    """`Divisors` of a call with `rows` packed rows a unit. heads_k: pairs of them with `DecodeConfig.heads` 2, as
+    everywhere else in this file."""
     group = heads_q // heads_k
     blocks = (seqlen_q * group + (rows - 1)) // rows
     divisor = cute.FastDivmodDivisorV2
