@@ -179,6 +179,12 @@ def whole_units(config: DecodeConfig) -> DecodeConfig:
     return dataclasses.replace(config, whole=True)
 
 
+def fixed(config: DecodeConfig) -> DecodeConfig | None:
+    """The kernel for a fixed number of shares of each unit, which starts to copy before it knows the length; None where
+    there is none."""
+    return dataclasses.replace(config, fixed=True) if config.lean and config.arch == "sm_90a" else None
+
+
 def _of_units(config: DecodeConfig) -> bool:
     """Whether many short units may have a CTA of `config` each: without pages, and not of narrow codes."""
     return config.paging == "none" and config.arch == "sm_90a" and _bytes_of_key(config) >= LIGHT_CODES
@@ -213,6 +219,7 @@ def kernels(config: DecodeConfig, rows: int) -> list[DecodeConfig]:
     for base in (config, pair(config, rows)):
         if base is not None:
             found += [base, narrow(base), whole_units(base) if _of_units(base) else None, wide(base)]
+            found += [fixed(each) for each in (base, wide(base)) if each is not None]
     return [each for each in found if each is not None]
 
 
@@ -315,7 +322,10 @@ def chosen(
         tiles = units * -(-keys // other.tile_keys)
         if batch == 1 or seen is not None or tiles <= SHORT * sms:
             config = other
-    return config, shares(config, batch, heads_k, rows, capacity, num_splits, sms, seen)
+    plan = shares(config, batch, heads_k, rows, capacity, num_splits, sms, seen)
+    if num_splits == 0 and plan.splits > 1:
+        config = fixed(config) or config
+    return config, plan
 
 
 def _full_rounds(config: DecodeConfig, units: int, sms: int) -> int:

@@ -645,9 +645,9 @@ def test_narrow_codes_want_all_ctas_that_an_sm_holds() -> None:
 
 def test_kernels_of_one_and_of_eight_warps() -> None:
     for form, warps in (
-        ({"rows": 1}, [4, 1, 8, 4, 1, 4]),  # then those of two heads
-        ({"rows": 8}, [4, 1, 8, 4, 4]),
-        ({"rows": 16, "softcap": True}, [4, 8]),
+        ({"rows": 1}, [4, 1, 8, 4, 8, 4, 1, 4, 4]),  # fixed shares, then those of two heads
+        ({"rows": 8}, [4, 1, 8, 4, 8, 4, 4, 4]),
+        ({"rows": 16, "softcap": True}, [4, 8, 4, 8]),
         ({"rows": 32}, [4]),
         ({"page_size": 16}, [4]),
         ({"arch": "sm_89"}, [4]),
@@ -714,6 +714,7 @@ def test_chosen_kernels_can_be_built(dim: int, scales: str, arch: str) -> None:
         ({"paging": "some"}, "paging"),
         ({"query": "e4m3"}, "query must be one of"),
         ({"heads": 3}, "heads must be 1 or 2"),
+        ({"whole": True, "fixed": True}, "fixed must be False"),
         ({"heads": 2, "head_dim": 64, "head_dim_v": 64}, "heads must be 1 but for"),
         ({"heads": 2, "cache": "e4m3", "scales": "token", "paging": "block"}, "heads must be 1 but for"),
         ({"heads": 2, "cache": "e4m3", "scales": "token", "head_dim": 256}, "m_tiles"),
@@ -742,7 +743,7 @@ def test_names_tell_kernels_apart() -> None:
         {"arch": "sm_80"},
         *(
             {name: True}
-            for name in ("row_ends", "softcap", "alibi", "sinks", "batch_idx", "leftpad", "whole")
+            for name in ("row_ends", "softcap", "alibi", "sinks", "batch_idx", "leftpad", "whole", "fixed")
         ),
     ]
     assert len({replace(base, **change).name for change in changes}) == len(changes)

@@ -564,6 +564,50 @@ def test_many_short_units(case: Case) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, captured, strict=True))
 
 
+ONE = Case("one", lengths=(30000,), slots=32768, heads=(64, 8))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(replace(ONE, name=f"16bit_{d}", dims=(d, d)) for d in (64, 128, 256)),
+        *(replace(ONE, name=f"e4m3_{d}", dims=(d, d), scales="token") for d in (64, 128, 256)),
+        replace(ONE, name="short", lengths=(40,), slots=1024),
+        replace(ONE, name="none", lengths=(0,), slots=1024, scales="token"),
+        replace(ONE, name="ends", seqlen_q=2, heads=(32, 8), options=CAUSAL),
+        replace(ONE, name="window", options={"window_size": (5000, 0)}),
+        replace(ONE, name="pad", leftpad=True, batch_idx=True, sinks=True, scales="token"),
+        replace(ONE, name="host", lengths=(5000, 5000), slots=8192, lengths_of_host=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_fixed_shares(case: Case) -> None:
+    """Every so many-th tile of a unit: results, and those of a graph with other lengths."""
+    q, k, v, options = case.make()
+    if case.lengths_of_host:
+        options["cache_seqlens"] = case.lengths[0]
+
+    def call() -> tuple[Tensor, Tensor]:
+        return flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
+
+    got = call()
+    [plan] = decode._plans.values()
+    assert plan.config.fixed and plan.shares.splits > 1
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
+    check(got, q, k, v, case, **{**options, "cache_seqlens": lengths})
+    if case.lengths_of_host:
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    on_device = options["cache_seqlens"]
+    if "window_size" not in case.options:  # else slots before the window are NaN, which shorter ones see
+        for n in (0, 1, 63, 64, 65, 1000, 2047, 2048, 2049, case.lengths[0] // 2):
+            on_device.copy_(torch.maximum(lengths.clamp_max(n), options.get("cache_leftpad", lengths * 0)))
+            graph.replay()
+            check(captured, q, k, v, case, **options)
+
+
 PAIRS = Case("pairs", dims=(64, 64), scales="token")
 LONG_AND_SHORT = (8192, 0, 1, 17, 4096, 63, 5000, 8000, 64, 65, 2, 7777, 300, 8192, 1023, 1024)
 

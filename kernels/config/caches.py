@@ -38,6 +38,9 @@ class DecodeConfig:
     batch_idx: bool = False  # a sequence of the cache for each of q
     leftpad: bool = False  # sequences begin at a slot of their own
     whole: bool = False  # each CTA has a unit of its own, so there are no parts: Shares.splits is 1
+    fixed: bool = (
+        False  # each CTA has one of Shares.splits shares of a unit, more than one: every splits-th tile
+    )
     arch: str = "sm_90a"
 
     @property
@@ -157,7 +160,7 @@ class DecodeConfig:
     @property
     def early(self) -> bool:
         """Whether a CTA's first copies start before its sequence's length is known: where they begin is."""
-        return self.whole and self.lean and not (self.leftpad or self.batch_idx)
+        return (self.whole or self.fixed) and self.lean and not (self.leftpad or self.batch_idx)
 
     @property
     def chains(self) -> int:
@@ -180,7 +183,7 @@ class DecodeConfig:
         mask += "".join(f"_{name}" for name in _DECODE_EXTRAS if getattr(self, name))
         tiles = f"m{'half' if self.half_tile else self.m_tiles}w{self.warps}s{self.stages}"
         tiles += "_pair" if self.heads == 2 else ""
-        tiles += "_whole" if self.whole else ""
+        tiles += "_whole" if self.whole else "_fixed" if self.fixed else ""
         arch = self.arch.replace("_", "").removesuffix("a")
         return f"decode_{arch}_{cache}_{dims_name(self.head_dim, self.head_dim_v)}{paging}{mask}_{tiles}"
 
@@ -203,6 +206,8 @@ class DecodeConfig:
             raise ValueError(f"arch must be one of {E4M3_ARCHS} for a cache of e4m3, got {self.arch!r}")
         if self.half_tile and self.m_tiles != 1:
             raise ValueError(f"m_tiles must be 1 with half_tile, got {self.m_tiles}")
+        if self.whole and self.fixed:
+            raise ValueError("fixed must be False with whole")
         if self.heads not in (1, 2):
             raise ValueError(f"heads must be 1 or 2, got {self.heads}")
         if self.heads == 2 and not (self.token_scales and self.query == "16bit" and self.lean):

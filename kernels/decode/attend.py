@@ -214,13 +214,48 @@ class Decode:
                     started = Int32(1)
                     every = Keys(b, b, head, Int32(0), Int32(LARGEST))
                     key0 = warp * DECODE_KEYS
-                    at = self.loads.cursor(cache, every, key0, lane)
-                    self.start(cache, every, key0, Int32(cfg.stages), base + warp * cfg.warp_bytes, lane, at)
+                    step = Int32(cfg.tile_keys)
+                    at = self.loads.cursor(cache, every, key0, step, lane)
+                    ring = base + warp * cfg.warp_bytes
+                    self.start(cache, every, key0, step, Int32(cfg.stages), ring, lane, at)
             tiles = self.splits.tiles_of(lengths, b)
             piece = Piece(
-                b, head, block * cfg.rows, by.group, Int32(0), tiles, cutlass.Boolean(True), Int32(0)
+                b,
+                head,
+                block * cfg.rows,
+                by.group,
+                Int32(0),
+                tiles,
+                cutlass.Boolean(True),
+                Int32(0),
+                Int32(1),
             )
             self.attend(m_q, cache, scoring, results, lengths, piece, started, base, tid, lane, warp)
+        elif const_expr(cfg.fixed):
+            unit, split = divmod(cta, by.splits)
+            b, unit = divmod(unit, by.units)
+            head, block = divmod(unit, by.blocks)
+            started, splits = Int32(0), by.splits.divisor
+            if const_expr(cfg.early):
+                # Likewise, with every splits-th tile from its own on
+                last = (split + (cfg.stages - 2) * splits + 1) * cfg.tile_keys
+                if (lengths.left >= lengths.capacity) & (lengths.capacity >= last):
+                    started = Int32(1)
+                    every = Keys(b, b, head, Int32(0), Int32(LARGEST))
+                    key0, step = split * cfg.tile_keys + warp * DECODE_KEYS, splits * cfg.tile_keys
+                    at = self.loads.cursor(cache, every, key0, step, lane)
+                    ring = base + warp * cfg.warp_bytes
+                    self.start(cache, every, key0, step, Int32(cfg.stages), ring, lane, at)
+            tiles = self.splits.tiles_of(lengths, b)
+            each, more = divmod(tiles, by.splits)
+            count = each + (Int32(1) if split < more else Int32(0))
+            if count > 0:
+                piece = Piece(b, head, block * cfg.rows, by.group, split, count, count == tiles, cta, splits)
+                self.attend(m_q, cache, scoring, results, lengths, piece, started, base, tid, lane, warp)
+            else:
+                cute.arch.cp_async_wait_group(
+                    0
+                )  # the lane: nothing is written to memory that the CTA has given back
         else:
             self.shared_out(m_q, cache, scoring, results, lengths, shares, by, base, tid, lane, warp, cta)
 
@@ -279,7 +314,7 @@ class Decode:
                 count = cutlass.min(tiles - tile, end - pos)
             head, block = divmod(unit, by.blocks)
             head = head * apart + side
-            piece = Piece(b, head, block * cfg.rows, by.group, tile, count, count == tiles, slot)
+            piece = Piece(b, head, block * cfg.rows, by.group, tile, count, count == tiles, slot, Int32(1))
             self.attend(m_q, cache, scoring, results, lengths, piece, Int32(0), base, tid, lane, warp)
             slot = cta + ctas
             if whole == 0:
@@ -314,28 +349,35 @@ class Decode:
         ring = base + warp * cfg.warp_bytes
         first, end = self.splits.key_range(lengths, piece.batch)
         keys = Keys(piece.batch, sequence, piece.head, first, end)
-        # Step i of this warp starts at key key0 + i * tile_keys.
+        # Step i of this warp starts at key key0 + i * step.
         key0 = (first // cfg.tile_keys + piece.tile) * cfg.tile_keys + warp * DECODE_KEYS
 
+        # Keys from one step to the next
+        step = Int32(cfg.tile_keys)
+        if const_expr(cfg.fixed):
+            step = piece.apart * cfg.tile_keys
         # Each step is a group of copies, an empty one past the last: so step i is always group i.
         page = self.loads.page_of(cache, keys, key0, lane)
         at = None
         if const_expr(cfg.lean):
-            at = self.loads.cursor(cache, keys, key0, lane)
+            at = self.loads.cursor(cache, keys, key0, step, lane)
         if const_expr(cfg.early):
             ahead = cfg.stages - 1
-            if (started == 0) | (end < ahead * cfg.tile_keys):
+            last = ahead * cfg.tile_keys  # where the early copies end
+            if const_expr(cfg.fixed):
+                last = (piece.tile + (ahead - 1) * piece.apart + 1) * cfg.tile_keys
+            if (started == 0) | (end < last):
                 # The lane and the warp: no copy of theirs is under way, behind which another one might come.
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.sync_warp()
-                self.start(cache, keys, key0, piece.tiles, ring, lane, at)
+                self.start(cache, keys, key0, step, piece.tiles, ring, lane, at)
             at = self.loads.next(at, ahead)
         else:
             for i in cutlass.range_constexpr(cfg.stages - 1):
                 if i < piece.tiles:
-                    key = key0 + i * cfg.tile_keys
+                    key = key0 + i * step
                     self.loads.fetch(cache, keys, key, page, ring + i * cfg.stage_bytes, lane, at)
-                    page = self.loads.page_of(cache, keys, key + cfg.tile_keys, lane)
+                    page = self.loads.page_of(cache, keys, key + step, lane)
                 cute.arch.cp_async_commit_group()
                 if const_expr(cfg.lean):
                     at = self.loads.next(at)
@@ -371,9 +413,9 @@ class Decode:
             # i - 1, which is filled next.
             cute.arch.sync_warp()
             if i + (cfg.stages - 1) < piece.tiles:
-                key = key0 + (i + (cfg.stages - 1)) * cfg.tile_keys
+                key = key0 + (i + (cfg.stages - 1)) * step
                 self.loads.fetch(cache, keys, key, page, ring + ahead, own, at)
-                page = self.loads.page_of(cache, keys, key + cfg.tile_keys, own)
+                page = self.loads.page_of(cache, keys, key + step, own)
             cute.arch.cp_async_commit_group()
             if const_expr(cfg.lean):
                 at = self.loads.next(at)
@@ -391,7 +433,7 @@ class Decode:
                             k_scale[e, j, 0] = k_scale[e, j, 0] * q_scale
             s = cute.make_rmem_tensor((4, 2, cfg.m_tiles), Float32)
             self.step.scores(q, place, own, s)
-            self.step.adjust(s, key0 + i * cfg.tile_keys, k_scale, rows, keys, own)
+            self.step.adjust(s, key0 + i * step, k_scale, rows, keys, own)
             self.step.softmax(s, rows, state)
             if const_expr(cfg.token_scales):
                 self.step.scale_p(s, v_scale, state)
@@ -417,12 +459,20 @@ class Decode:
 
     @cute.jit
     def start(
-        self, cache: Cache, keys: Keys, key0: Int32, tiles: Int32, ring: Int32, lane: Int32, at: Cursor
+        self,
+        cache: Cache,
+        keys: Keys,
+        key0: Int32,
+        step: Int32,
+        tiles: Int32,
+        ring: Int32,
+        lane: Int32,
+        at: Cursor,
     ):
         """Starts the copies of as many steps as the ring holds ahead, of `tiles` at most; with `lean`."""
         cfg = self.cfg
         for i in cutlass.range_constexpr(cfg.stages - 1):
-            key = key0 + i * cfg.tile_keys
+            key = key0 + i * step
             if i < tiles:
                 self.loads.fetch(cache, keys, key, Int32(0), ring + i * cfg.stage_bytes, lane, at)
             cute.arch.cp_async_commit_group()

@@ -103,8 +103,9 @@ class Loads:
                 self.fetch_scales(cache, keys, key0, page, stage_v + DECODE_KEYS * cfg.v_pitch, lane)
 
     @cute.jit
-    def cursor(self, cache: Cache, keys: Keys, key0: Int32, lane: Int32) -> Cursor:
-        """Of the step at key0, where no page is looked up and lanes take whole rows (`lean`)."""
+    def cursor(self, cache: Cache, keys: Keys, key0: Int32, step: Int32, lane: Int32) -> Cursor:
+        """Of the step at key0, with the next one `step` keys further, where no page is looked up and lanes take whole
+        rows (`lean`)."""
         found, heads = [], self.cfg.heads
         for m_x, chunks in ((cache.k, self.cfg.k_chunks), (cache.v, self.cfg.v_chunks)):
             size, strides = self.cfg.element_bytes, m_x.stride
@@ -112,7 +113,7 @@ class Loads:
             # Of a pair a lane's piece is of the head that has it, wherever that lies.
             head, piece = keys.head * heads + lane % chunks // (chunks // heads), lane % (chunks // heads)
             offset = (row + Int64(head) * strides[2]) * size + 16 * piece
-            found.append((m_x.iterator.toint() + offset, Int64(self.cfg.tile_keys * size) * strides[1]))
+            found.append((m_x.iterator.toint() + offset, Int64(step * size) * strides[1]))
         scale, scale_step, apart = Int64(0), Int64(0), Int64(0)
         if const_expr(self.cfg.token_scales):
             of_k, of_v = cache.k_scale, cache.v_scale
@@ -124,7 +125,7 @@ class Loads:
             place = place + Int64(keys.head * heads) * far
             apart = Int64(4) * far
             scale = (from_k if is_k else from_v) + 4 * (place + Int64(key0 + lane % DECODE_KEYS) * near)
-            scale_step = Int64(4 * self.cfg.tile_keys) * near
+            scale_step = Int64(4 * step) * near
         return Cursor(found[0][0], found[1][0], scale, found[0][1], found[1][1], scale_step, apart)
 
     @cute.jit
