@@ -13,6 +13,21 @@ DECODE_KEYS = (
 )
 
 
+def turned_pieces(chunks: int) -> int:
+    """Among how many neighbouring pieces of 16 bytes a row of `chunks` pieces changes their places in shared memory: a
+    line of 128 bytes or half of one, so that eight rows meet all banks without gaps between them. 1: it does not."""
+    return 8 if chunks % 8 == 0 else 4 if chunks % 4 == 0 else 1
+
+
+def row_pitch(chunks: int) -> int:
+    """Bytes between rows of `chunks` pieces in shared memory: an odd number of pieces where they keep their places.
+
+    Rows that begin within a line of 128 bytes are copied 7% slower: each line of memory then goes to two of shared
+    memory (perf/log.md, run 22).
+    """
+    return 16 * (chunks if turned_pieces(chunks) > 1 else chunks | 1)
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
     """One compiled kernel for few queries against a KV cache; any architecture from sm_80 (e4m3: sm_89) on."""
@@ -111,12 +126,12 @@ class DecodeConfig:
 
     @property
     def k_pitch(self) -> int:
-        """Bytes between rows of K in shared memory: an odd number of pieces, so that eight rows meet all banks."""
-        return 16 * (self.k_chunks | 1)
+        """Bytes between rows of K in shared memory, see `row_pitch`."""
+        return row_pitch(self.k_chunks)
 
     @property
     def v_pitch(self) -> int:
-        return 16 * (self.v_chunks | 1)
+        return row_pitch(self.v_chunks)
 
     @property
     def scale_bytes(self) -> int:

@@ -5,6 +5,9 @@ V, then, with a scale for each token, 16 scales of K and 16 of V, of both heads 
 of a step as a group and waits for it (attend.py).
 
 Of slots outside of [first, end) the copy writes zeros and reads nothing, nor is their page number read.
+
+In shared memory piece c of 16 bytes of row r lies where piece c ^ turn(r) would: among `turned_pieces` (config/caches.py)
+of them, lines of memory stay lines, and the same piece of eight rows is in eight different places of a line.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from ..common.warp import copy_4_bytes_or_zeros, copy_16_bytes_or_zeros
 from ..config import DECODE_KEYS, DecodeConfig
+from ..config.caches import turned_pieces
 
 
 class Cache(NamedTuple):
@@ -56,6 +60,28 @@ class Cursor(NamedTuple):
 def inside(key: Int32, first: Int32, end: Int32):
     """Whether first <= key < end, by one comparison."""
     return Uint32(key - first) < Uint32(cutlass.max(end - first, 0))
+
+
+def turn(row, chunks: int):
+    """By which the pieces of a row of `chunks` pieces are exchanged: 0 to turned_pieces - 1."""
+    among = turned_pieces(chunks)
+    return (row if among == 8 else row >> 1) & (among - 1)  # two rows of 64 bytes share a line
+
+
+def place_of(row, column, pitch: int, chunks: int):
+    """Bytes from the first row of a tile to piece `column` of row `row`."""
+    return row * pitch + 16 * (column ^ turn(row, chunks))
+
+
+def turned(place: Int32, by: int) -> Int32:
+    """The place of the piece with number c ^ by in the row of piece c, which is at `place`; by < turned_pieces."""
+    return place ^ (16 * by) if by else place
+
+
+def piece_from(place: Int32, count: int, chunks: int) -> Int32:
+    """The place of piece c + count in the row of piece c, which is at `place`, if no bit of count is set in c."""
+    near = count % turned_pieces(chunks)
+    return turned(place, near) + 16 * (count - near)
 
 
 class Loads:
@@ -157,10 +183,11 @@ class Loads:
         apart = 32 // chunks
         further = Int64(apart * self.cfg.element_bytes) * m_x.stride[1]
         row = lane // chunks
-        place = target + row * pitch + 16 * (lane % chunks)
+        place = target + place_of(row, lane % chunks, pitch, chunks)
         for i in cutlass.range_constexpr(DECODE_KEYS // apart):
             size = 16 if inside(key0 + row + apart * i, keys.first, keys.end) else 0
-            copy_16_bytes_or_zeros(place + apart * i * pitch, source, size)
+            # row < apart, a power of two: what turns the sum of the rows is what turns one and then the other.
+            copy_16_bytes_or_zeros(turned(place, turn(apart * i, chunks)) + apart * i * pitch, source, size)
             source = source + further
 
     @cute.jit
@@ -209,7 +236,7 @@ class Loads:
                 source = base + Int64(row) * row_bytes + 16 * column
             key = key0 + row
             size = 16 if (key < keys.end) & (key >= keys.first) else 0
-            place = target + row * pitch + 16 * column
+            place = target + place_of(row, column, pitch, chunks)
             if const_expr(32 * (i + 1) <= pieces):
                 copy_16_bytes_or_zeros(place, source, size)
             elif piece < pieces:

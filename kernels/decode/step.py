@@ -28,7 +28,7 @@ from ..common.warp import (
     quad_max,
 )
 from ..config import DecodeConfig
-from .loads import Keys, inside
+from .loads import Keys, inside, piece_from, place_of
 from .queries import Queries, Query
 from .split import Lengths, Piece
 
@@ -139,10 +139,11 @@ class Step:
         for other in sums[1:]:
             other.fill(0.0)
         # Matrices of a load: keys 0 to 7 and 8 to 15, of each two pieces of 16 bytes.
-        address = stage + (lane // 16 * 8 + lane % 8) * cfg.k_pitch + lane // 8 % 2 * 16
+        row = lane // 16 * 8 + lane % 8
+        address = stage + place_of(row, lane // 8 % 2, cfg.k_pitch, cfg.k_chunks)
         if const_expr(cfg.fp8):
             for pair in cutlass.range_constexpr(-(-cfg.k_steps // 2)):
-                words = load_matrices(address + 32 * pair)
+                words = load_matrices(piece_from(address, 2 * pair, cfg.k_chunks))
                 for i in cutlass.range_constexpr(2):
                     step = 2 * pair + i
                     if const_expr(step < cfg.k_steps):
@@ -155,7 +156,7 @@ class Step:
                                 )
         else:
             for step in cutlass.range_constexpr(cfg.k_steps):
-                words = load_matrices(address + 32 * step)
+                words = load_matrices(piece_from(address, 2 * step, cfg.k_chunks))
                 a = [self.queries.fragment(q, step, mt, lane) for mt in range(cfg.m_tiles)]
                 for j in cutlass.range_constexpr(2):
                     b0, b1 = words[2 * j], words[2 * j + 1]
@@ -286,9 +287,9 @@ class Step:
                 for h in cutlass.range_constexpr(cfg.halves):
                     words[2 * j + h, mt] = pair(p[2 * h, j, mt], p[2 * h + 1, j, mt])
         # Matrices of a load: keys 0 to 7 and 8 to 15 of a piece of 16 bytes, then of the next piece.
-        address = stage_v + lane % 16 * cfg.v_pitch + lane // 16 * 16
+        address = stage_v + place_of(lane % 16, lane // 16, cfg.v_pitch, cfg.v_chunks)
         for c in cutlass.range_constexpr(0, cfg.v_chunks, 2):
-            loaded = load_matrices_transposed(address + 16 * c)
+            loaded = load_matrices_transposed(piece_from(address, c, cfg.v_chunks))
             for i in cutlass.range_constexpr(2):
                 if const_expr(c + i < cfg.v_chunks):
                     if const_expr(cfg.fp8):
