@@ -125,6 +125,11 @@ class DecodeConfig:
         return self.v_columns * self.element_bytes // 16
 
     @property
+    def whole_lines(self) -> bool:
+        """Whether rows of K and V are whole lines of 128 bytes of L2, so that no heads are taken in step."""
+        return self.k_chunks % 8 == 0 and self.v_chunks % 8 == 0
+
+    @property
     def k_pitch(self) -> int:
         """Bytes between rows of K in shared memory, see `row_pitch`."""
         return row_pitch(self.k_chunks)

@@ -283,20 +283,24 @@ class Decode:
         # pos + ctas and so on below end.
         b, start, pos, end = Int32(0), Int32(0), Int32(0), Int32(0)
         side, apart, whole = Int32(0), Int32(1), Int32(0)  # head among those in step, how many they are
+        in_step = units  # of a sequence for a CTA to share: of one of the heads in step
         if splits == 0:
             total, _, longest = self.splits.tiles_before(lengths, Int32(0), units)
             whole = self.splits.whole(total, longest, units * m_q.shape[0], by)
             if whole != 0:
                 pos, end, b = cta, units * m_q.shape[0], cta // by.units
             else:
-                apart = together
-                share, side = divmod(cta, by.together)
-                total = total // by.together
+                share = cta
+                if const_expr(not cfg.whole_lines):
+                    apart = together
+                    share, side = divmod(cta, by.together)
+                    total = total // by.together
+                    in_step = units // by.together
                 sharers = self.splits.sharers(total, by)
                 if share < sharers:
                     pos = share_start(total, sharers, share)
                     end = share_start(total, sharers, share + 1)
-                    b, start = self.splits.locate(lengths, pos, units // by.together)
+                    b, start = self.splits.locate(lengths, pos, in_step)
         else:
             unit, split = divmod(cta, by.splits)
             b, unit = divmod(unit, by.units)
@@ -313,13 +317,14 @@ class Decode:
                 tile = pos - start - unit * tiles
                 count = cutlass.min(tiles - tile, end - pos)
             head, block = divmod(unit, by.blocks)
-            head = head * apart + side
+            if const_expr(not cfg.whole_lines):
+                head = head * apart + side
             piece = Piece(b, head, block * cfg.rows, by.group, tile, count, count == tiles, slot, Int32(1))
             self.attend(m_q, cache, scoring, results, lengths, piece, Int32(0), base, tid, lane, warp)
             slot = cta + ctas
             if whole == 0:
                 pos = pos + count
-                if pos == start + tiles * (units // by.together):
+                if pos == start + tiles * in_step:
                     start = pos
                     b = b + 1
             else:
