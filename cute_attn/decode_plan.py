@@ -9,10 +9,10 @@ many shares, by its own length alone: then results of a sequence do not depend o
 
 Where units in equal shares fill the SMs, there are no more CTAs than that (`even_splits`). Then fewer parts are added
 up, and CTAs begin and end with units: each piece more of a CTA fills its ring anew. Units of one length, those of one
-sequence or of lengths that the host knows, have a fixed number of shares, for which neither kernel reads what other
-sequences have.
+sequence or of lengths that the host knows, and units of caches with room for few keys have a fixed number of shares,
+for which neither kernel reads what other sequences have.
 
-Many units have a CTA each, whatever their lengths are, by a kernel for that (`whole_units`). Then nothing is added up,
+Many short units, or units of one length, have a CTA each by a kernel for that (`whole_units`). Nothing is added up then,
 no CTA reads the lengths of other sequences, and its first copies start before it has read that of its own. A CTA that
 ends makes room for the next unit, and heads of a sequence are read side by side.
 
@@ -20,8 +20,8 @@ Units in a fixed number of shares have a kernel, too (`fixed`): share s has ever
 first copies start before it has read the length. CTAs of long shares are of eight warps (`wide`).
 
 Of narrow heads' codes two neighbouring key heads are one (`pair`): what is said of key heads, units and rows above is
-then said of pairs of them. Rows of K and V of a pair fill a line of L2, which otherwise is loaded for one half of it and
-again, or at another place, for the other one; and a step has two thirds of the instructions for as many bytes.
+then said of pairs of them. Rows of K and V of a pair fill a line of L2, which otherwise is loaded for one half of it
+and again, or at another place, for the other one; and a step has two thirds of the instructions for as many bytes.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining 
 EVEN: Final = 15 / 16  # of the SMs, or of what they hold, that even shares leave busy at least
 LIGHT_CODES: Final = 256  # bytes of a key and its value from which one CTA on an SM is enough
 SHORT: Final = 8  # tiles of a CTA up to which one CTA on an SM is enough for every kernel
-WHOLE_KEYS: Final = 8192  # up to which a unit has a CTA: a long one among short ones is its CTA's alone
-WIDE_TILES: Final = 8  # of a CTA of eight warps from which it is taken for other than narrow codes
-OWN_SHARES: Final = (
-    False  # of unlike lengths: fixed ones of each unit where those are even, not balanced ones
+OWN_KEYS: Final = (
+    2048  # up to which a unit's CTAs are its own: beyond, lengths that differ are better shared out
 )
+WIDE_TILES: Final = 8  # of a CTA of eight warps from which it is taken for other than narrow codes
+LONG_TILES: Final = 32  # of a CTA from which two steps of the widest rows are enough of a ring
 PAIRED_KEYS: Final = 4096  # for an SM, of all heads, from which two heads are taken as one
 LINE: Final = 128  # bytes of a line of L2, which a copy of a part of it loads whole
 
@@ -185,11 +185,14 @@ def _of_units(config: DecodeConfig) -> bool:
 
 
 def wide(config: DecodeConfig) -> DecodeConfig | None:
-    """The kernel of eight warps, one CTA on an SM, in place of `config`; None where there is none.
+    """The kernel for long shares in place of `config`; None where there is none.
 
-    It has as many warps as two CTAs of four, and half as many parts to add up.
+    It is of eight warps, one CTA on an SM: as many as two CTAs of four, and half as many parts to add up. Rows of which
+    shared memory does not hold so many have a ring of two steps: memory is faster with fewer of their bytes on the way.
     """
-    return _deepest(config, 8, 1) if config.arch == "sm_90a" and config.lean else None
+    if config.arch != "sm_90a" or not config.lean:
+        return None
+    return _deepest(config, 8, 1) or dataclasses.replace(config, stages=2)
 
 
 def pair(config: DecodeConfig, rows: int) -> DecodeConfig | None:
@@ -209,10 +212,9 @@ def kernels(config: DecodeConfig, rows: int) -> list[DecodeConfig]:
     found = []
     for base in (config, pair(config, rows)):
         if base is not None:
-            other = wide(base)
-            found += [base, whole_units(base) if _of_units(base) else None, other if _narrow(base) else None]
-            found += [fixed(each) for each in (base, other) if each is not None]
-            found += [whole_units(other)] if OWN_SHARES and other is not None and _narrow(base) else []
+            for each in (base, wide(base)):
+                if each is not None:
+                    found += [each, fixed(each), whole_units(each) if _of_units(each) else None]
     return [each for each in found if each is not None]
 
 
@@ -250,9 +252,11 @@ def even_splits(config: DecodeConfig, units: int, tiles: int, sms: int) -> int:
     return max(min(splits, tiles // LEAST_TILES), 1)
 
 
-def _fixed(config: DecodeConfig, batch: int, seen: tuple[int, int] | None) -> bool:
-    """Whether even shares are of each unit's own tiles, whatever other sequences have."""
-    return batch == 1 or seen is not None or (OWN_SHARES and config.lean and config.arch == "sm_90a")
+def _own(config: DecodeConfig, batch: int, capacity: int, seen: tuple[int, int] | None) -> bool:
+    """Whether even shares are of each unit's own tiles, whatever other sequences have: of units of one length, and of
+    short ones."""
+    short = capacity <= OWN_KEYS and config.lean and config.arch == "sm_90a"
+    return batch == 1 or seen is not None or short
 
 
 def shares(
@@ -274,15 +278,14 @@ def shares(
         ctas = units * num_splits
         return Shares(ctas, num_splits, 1, ctas if num_splits > 1 else 0)
     tiles = max(1, -(-capacity // config.tile_keys)) if seen is None else tiles_of(config, *seen)
-    together = heads_in_step(config, heads_k)
     splits = even_splits(config, units, tiles, sms)
-    if splits and (together == 1 or (OWN_SHARES and splits == 1)) and _fixed(config, batch, seen):
+    if splits and _own(config, batch, capacity, seen):
         ctas = units * splits
         return Shares(ctas, splits, 1, ctas if splits > 1 else 0)
     ctas = units * splits if splits else min(sms * ctas_per_sm(config), units * tiles)
     if seen is not None and whole(ctas, [tiles] * batch, units // batch):
         return Shares(units, 1, 1, 0)
-    return Shares(ctas, 0, LEAST_TILES, 2 * ctas, together)
+    return Shares(ctas, 0, LEAST_TILES, 2 * ctas, heads_in_step(config, heads_k))
 
 
 def chosen(
@@ -297,11 +300,11 @@ def chosen(
 ) -> tuple[DecodeConfig, Shares]:
     """The kernel and how to share out its work; arguments as those of `shares`.
 
-    A CTA for each unit of a cache without pages where sequences are short and the last round of CTAs over the
-    SMs is nearly full. CTAs of eight warps for long shares of units of one length; for narrow codes where they are sure
-    to begin and end with units, or have few tiles: where sequences of unlike length are shared out evenly, theirs begin
-    within units, and each that does costs eight warps a start. All of it hangs on shapes alone: a graph may be replayed
-    with other lengths.
+    A CTA for each unit of a cache without pages where sequences are short or of one length and the last round of CTAs
+    over the SMs is nearly full. CTAs of eight warps for long shares of units of one length; for narrow codes where they
+    are sure to begin and end with units, or have few tiles: where sequences of unlike length are shared out evenly,
+    theirs begin within units, and each that does costs eight warps a start. All of it hangs on shapes alone: a graph
+    may be replayed with other lengths.
     """
     if num_splits:
         return config, shares(config, batch, heads_k, rows, capacity, num_splits, sms, seen)
@@ -310,21 +313,25 @@ def chosen(
     if both is not None and batch * heads_k * keys >= PAIRED_KEYS * sms:
         config, heads_k, rows = both, heads_k // 2, 2 * rows
     units = batch * heads_k * -(-rows // config.rows)
-    if keys <= WHOLE_KEYS and _of_units(config) and _rounds_are_full(config, units, sms):
+    alike = batch == 1 or seen is not None
+    if (keys <= OWN_KEYS or alike) and _of_units(config) and _rounds_are_full(config, units, sms):
         return whole_units(config), Shares(units, 1, 1, 0)
     other = wide(config)
     if other is not None:
-        tiles = units * -(-keys // other.tile_keys)
-        alike = batch == 1 or seen is not None
-        if _narrow(config):
+        of_unit = -(-keys // other.tile_keys)
+        tiles = units * of_unit
+        if other.warps == config.warps:
+            taken = tiles >= LONG_TILES * sms
+        elif _narrow(config):
             taken = alike or tiles <= SHORT * sms
         else:
-            taken = alike and tiles >= WIDE_TILES * sms
+            even = even_splits(other, units, of_unit, sms) > 0
+            taken = alike and even and tiles >= WIDE_TILES * sms
         config = other if taken else config
     plan = shares(config, batch, heads_k, rows, capacity, num_splits, sms, seen)
     if plan.splits > 1:
         config = fixed(config) or config
-    elif plan.splits == 1 and OWN_SHARES and _of_units(config):
+    elif plan.splits == 1 and _of_units(config):
         config = whole_units(config)
     return config, plan
 

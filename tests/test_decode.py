@@ -567,23 +567,24 @@ def test_ctas_where_shares_are_even(
 
 
 @pytest.mark.parametrize(
-    ("dim", "batch", "heads_k", "keys", "form", "warps", "units"),  # units: 0 where work is in shares
+    # units: 0 where work is in shares; pairs are of lengths on the device and of lengths that the host knows
+    ("dim", "batch", "heads_k", "keys", "form", "warps", "units"),
     [
-        (128, 128, 8, 1024, {}, 1, 1024),
-        (128, 128, 8, 2048, {}, 1, 1024),
-        (128, 128, 8, 2049, {}, 4, 0),  # long units
-        (128, 256, 8, 1024, {}, 1, 2048),
-        (128, 128, 32, 1024, {}, 4, 4096),  # four rounds of narrow CTAs
-        (128, 16, 32, 1024, {}, 4, 512),  # half of what the SMs hold, but two rounds of CTAs of four warps
+        (128, 128, 8, 1024, {}, 4, 1024),
+        (128, 128, 8, 2048, {}, 4, 1024),
+        (128, 128, 8, 2049, {}, 4, (0, 1024)),  # long units, of unlike lengths for all that is known
+        (128, 256, 8, 1024, {}, 4, 2048),
+        (128, 128, 32, 1024, {}, 4, 4096),
+        (128, 16, 32, 1024, {}, 4, 512),
         (128, 150, 8, 1024, {}, 4, 0),  # the second round nearly empty
-        (128, 16, 8, 1024, {}, 4, 0),
+        (128, 16, 8, 1024, {}, 4, 128),
         (256, 128, 8, 1024, {}, 4, 1024),
         (64, 128, 8, 1024, {}, 4, 512),  # of two heads
         (64, 128, 32, 1024, {}, 4, 2048),
-        (64, 128, 32, 1024, {"rows": 1}, 1, 2048),
-        (64, 128, 33, 1024, {}, 1, 4224),  # heads in no pairs
-        (64, 16, 8, 1024, {}, (8, 8), 0),
-        (64, 16, 8, 8192, {}, 4, 0),  # of two heads
+        (64, 128, 32, 1024, {"rows": 1}, 4, 2048),
+        (64, 128, 33, 1024, {}, 4, 4224),  # heads in no pairs
+        (64, 16, 8, 1024, {}, 8, 128),
+        (64, 16, 8, 8192, {}, (4, 8), 0),  # of two heads
         (
             64,
             16,
@@ -593,20 +594,30 @@ def test_ctas_where_shares_are_even(
             (4, 8),
             0,
         ),  # even shares of lengths that only the device knows begin within units
-        (64, 1, 8, 131072, {}, 4, 0),
+        (64, 1, 8, 131072, {}, 8, 0),
         (64, 1, 8, 32768, {}, 8, 0),
-        (128, 128, 8, 1024, {"query": "e4m3", "sinks": True, "leftpad": True, "batch_idx": True}, 1, 1024),
+        (128, 128, 8, 1024, {"query": "e4m3", "sinks": True, "leftpad": True, "batch_idx": True}, 4, 1024),
         (128, 128, 8, 1024, {"softcap": True}, 4, 1024),
         (64, 128, 8, 1024, {"softcap": True}, 4, 512),
-        (64, 128, 33, 1024, {"softcap": True}, (4, 8), 0),
+        (64, 128, 33, 1024, {"softcap": True}, 4, 4224),
         (128, 128, 8, 1024, {"page_size": 64}, 4, 0),
         (128, 128, 8, 1024, {"arch": "sm_89"}, 4, 0),
         (128, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 4, 1024),
-        (128, 128, 8, 2049, {"cache": "16bit", "scales": "none"}, 4, 0),
-        (64, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 1, 1024),
+        (128, 128, 8, 2049, {"cache": "16bit", "scales": "none"}, 4, (0, 1024)),
+        (64, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 4, 1024),
         (64, 128, 32, 1024, {"cache": "16bit", "scales": "none"}, 4, 4096),
-        (96, 128, 8, 1024, {}, 4, 0),  # lanes do not take whole rows
+        (96, 128, 8, 1024, {}, 4, 1024),  # lanes do not take whole rows
         (192, 128, 8, 1024, {}, 4, 1024),
+        (
+            256,
+            16,
+            32,
+            8192,
+            {"cache": "16bit", "scales": "none"},
+            4,
+            (0, 512),
+        ),  # a ring of two steps where CTAs have many
+        (256, 1, 8, 131072, {"cache": "16bit", "scales": "none"}, 4, 0),
     ],
 )
 @pytest.mark.parametrize("known", [False, True])
@@ -617,7 +628,7 @@ def test_many_short_units_have_a_cta_each(
     keys: int,
     form: dict[str, Any],
     warps: int | tuple[int, int],
-    units: int,
+    units: int | tuple[int, int],
     known: bool,
 ) -> None:
     config = decode_plan.decode_config(dim, dim, "bf16", **{"rows": 8, **OF_CODES, **form})
@@ -626,6 +637,8 @@ def test_many_short_units_have_a_cta_each(
     kernel, plan = decode_plan.chosen(config, batch, heads_k, rows, *behind)
     assert kernel.warps == (warps[known] if isinstance(warps, tuple) else warps)
     assert kernel in decode_plan.kernels(config, rows)
+    if isinstance(units, tuple):
+        units = units[known]
     if units:
         assert plan == Shares(units, 1, 1, 0)  # no combining kernel, whatever the lengths are
         assert kernel.whole
@@ -643,24 +656,24 @@ def test_narrow_codes_want_all_ctas_that_an_sm_holds() -> None:
         assert decode_plan.even_splits(config, 8, tiles, 132) == splits
 
 
-def test_kernels_of_one_and_of_eight_warps() -> None:
+def test_kernels_of_four_and_of_eight_warps() -> None:
+    """Shares of any length, fixed ones, whole units; those of long shares; the same of two heads."""
     for form, warps in (
-        ({"rows": 1}, [4, 1, 8, 4, 8, 4, 1, 4, 4]),  # fixed shares, then those of two heads
-        ({"rows": 8}, [4, 1, 8, 4, 8, 4, 4, 4]),
-        ({"rows": 16, "softcap": True}, [4, 8, 4, 8]),
-        ({"rows": 32}, [4]),
+        ({"rows": 1}, [4, 4, 4, 8, 8, 8] * 2),
+        ({"rows": 16, "softcap": True}, [4, 4, 4, 8, 8, 8]),
+        ({"rows": 32}, [4, 4]),
         ({"page_size": 16}, [4]),
         ({"arch": "sm_89"}, [4]),
     ):
         config = decode_plan.decode_config(64, 64, "bf16", **{**OF_CODES, **form})
         assert [kernel.warps for kernel in decode_plan.kernels(config, form.get("rows", 8))] == warps
-    _, narrow, wide, *_ = decode_plan.kernels(
-        decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES), 8
-    )
-    assert 16 * (narrow.smem_bytes + 1024) <= 228 << 10
-    assert narrow.whole and narrow.early and not wide.whole
+    config = decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES)
+    _, fixed, whole, wide, *_ = decode_plan.kernels(config, 8)
+    assert whole.whole and whole.early and fixed.fixed and fixed.early and not (wide.whole or wide.fixed)
     assert decode_plan.ctas_per_sm(wide) == 1
     assert decode_plan.shares(wide, 16, 8, 8, 8192, 0, 132) == Shares(128, 0, 2, 256, 2)
+    widest = decode_plan.decode_config(256, 256, "bf16", rows=8)
+    assert [kernel.stages for kernel in decode_plan.kernels(widest, 8)] == [3, 3, 3, 2, 2, 2]
 
 
 def test_even_shares_are_even() -> None:

@@ -253,9 +253,8 @@ class Decode:
                 piece = Piece(b, head, block * cfg.rows, by.group, split, count, count == tiles, cta, splits)
                 self.attend(m_q, cache, scoring, results, lengths, piece, started, base, tid, lane, warp)
             else:
-                cute.arch.cp_async_wait_group(
-                    0
-                )  # the lane: nothing is written to memory that the CTA has given back
+                # The lane: none of its copies is under way when the CTA gives its memory back.
+                cute.arch.cp_async_wait_group(0)
         else:
             self.shared_out(m_q, cache, scoring, results, lengths, shares, by, base, tid, lane, warp, cta)
 

@@ -6,8 +6,8 @@ of a step as a group and waits for it (attend.py).
 
 Of slots outside of [first, end) the copy writes zeros and reads nothing, nor is their page number read.
 
-In shared memory piece c of 16 bytes of row r lies where piece c ^ turn(r) would: among `turned_pieces` (config/caches.py)
-of them, lines of memory stay lines, and the same piece of eight rows is in eight different places of a line.
+In shared memory piece c of 16 bytes of row r lies where piece c ^ turn(r) would: among `turned_pieces` of them
+(config/caches.py), so that lines of memory stay lines, and one piece of eight rows is in eight places of a line.
 """
 
 from __future__ import annotations
