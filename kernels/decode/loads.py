@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from ..common.warp import copy_4_bytes_or_zeros, copy_16_bytes_or_zeros
+from ..common.warp import copy_4_bytes_or_zeros, copy_16_bytes_or_zeros, opaque
 from ..config import DECODE_KEYS, DecodeConfig
 from ..config.caches import turned_pieces
 
@@ -58,8 +58,9 @@ class Cursor(NamedTuple):
 
 @cute.jit
 def inside(key: Int32, first: Int32, end: Int32):
-    """Whether first <= key < end, by one comparison."""
-    return Uint32(key - first) < Uint32(cutlass.max(end - first, 0))
+    """Whether first <= key < end, by one comparison. The compiler may not know what is compared: with fixed shares it
+    took the difference for one that is never negative, and compared with a sign."""
+    return opaque(Uint32(key - first)) < Uint32(cutlass.max(end - first, 0))
 
 
 def turn(row, chunks: int):
