@@ -12,15 +12,16 @@ up, and CTAs begin and end with units: each piece more of a CTA fills its ring a
 sequence or of lengths that the host knows, have a fixed number of shares, for which neither kernel reads what other
 sequences have.
 
-Many short units have a CTA each, whatever their lengths are, by a kernel for that (`whole_units`).
-Then nothing is added up, no CTA reads the lengths of other sequences, and its first copies start before it has read
-that of its own. Where they are not too many, these CTAs are of one warp (`narrow`). CTAs of four warps, two on an SM,
-begin and end their units at about the same time, when few bytes are on their way. Of eight narrow ones others go on
-meanwhile, and a unit of one warp has no parts of warps to add up.
+Many units have a CTA each, whatever their lengths are, by a kernel for that (`whole_units`). Then nothing is added up,
+no CTA reads the lengths of other sequences, and its first copies start before it has read that of its own. A CTA that
+ends makes room for the next unit, and heads of a sequence are read side by side.
 
-Of narrow codes two neighbouring key heads are one (`pair`): what is said of key heads, units and rows above is then
-said of pairs of them. Rows of K and V of a pair fill a line of L2, which otherwise is loaded for one half of it and
-again, or at another place, for the other one; and a step has two thirds of the instructions for as many bytes.
+Units in a fixed number of shares have a kernel, too (`fixed`): share s has every so many-th tile from tile s on, so its
+first copies start before it has read the length. CTAs of long shares are of eight warps (`wide`).
+
+Of narrow heads' codes two neighbouring key heads are one (`pair`): what is said of key heads, units and rows above is
+then said of pairs of them. Rows of K and V of a pair fill a line of L2, which otherwise is loaded for one half of it
+and again, or at another place, for the other one; and a step has two thirds of the instructions for as many bytes.
 """
 
 from __future__ import annotations
@@ -47,8 +48,11 @@ LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining 
 EVEN: Final = 15 / 16  # of the SMs, or of what they hold, that even shares leave busy at least
 LIGHT_CODES: Final = 256  # bytes of a key and its value from which one CTA on an SM is enough
 SHORT: Final = 8  # tiles of a CTA up to which one CTA on an SM is enough for every kernel
-WHOLE_KEYS: Final = 2048  # up to which a unit has a CTA, which one warp is busy with for about 70 us
-NARROW_ROUNDS: Final = 2  # over the SMs; of more, those of four warps begin and end at different times, too
+WHOLE_KEYS: Final = 8192  # up to which a unit has a CTA: a long one among short ones is its CTA's alone
+WIDE_TILES: Final = 8  # of a CTA of eight warps from which it is taken for other than narrow codes
+OWN_SHARES: Final = (
+    False  # of unlike lengths: fixed ones of each unit where those are even, not balanced ones
+)
 PAIRED_KEYS: Final = 4096  # for an SM, of all heads, from which two heads are taken as one
 LINE: Final = 128  # bytes of a line of L2, which a copy of a part of it loads whole
 
@@ -159,19 +163,9 @@ def _bytes_of_key(config: DecodeConfig) -> int:
     return (config.k_columns + config.v_columns) * config.element_bytes
 
 
-def narrow(config: DecodeConfig) -> DecodeConfig | None:
-    """The kernel of one warp for many short units, in place of `config`; None where there is none.
-
-    An SM has registers for eight or more. With half as many columns a thread wants fewer, and registers and ring are
-    for sixteen.
-    """
-    changed = config.row_ends or config.softcap or config.alibi
-    if config.arch != "sm_90a" or not (config.lean and config.half_tile) or changed:
-        return None
-    size = _bytes_of_key(config)
-    if size > LIGHT_CODES:
-        return None
-    return _deepest(whole_units(config), 1, 16 if size <= LIGHT_CODES // 2 else 8)
+def _narrow(config: DecodeConfig) -> bool:
+    """Whether the codes of a key and its value are few: they want as many warps as an SM holds."""
+    return config.fp8 and config.k_columns + config.v_columns < LIGHT_CODES
 
 
 def whole_units(config: DecodeConfig) -> DecodeConfig:
@@ -186,26 +180,23 @@ def fixed(config: DecodeConfig) -> DecodeConfig | None:
 
 
 def _of_units(config: DecodeConfig) -> bool:
-    """Whether many short units may have a CTA of `config` each: without pages, and not of narrow codes."""
-    return config.paging == "none" and config.arch == "sm_90a" and _bytes_of_key(config) >= LIGHT_CODES
+    """Whether many units may have a CTA of `config` each."""
+    return config.paging == "none" and config.arch == "sm_90a"
 
 
 def wide(config: DecodeConfig) -> DecodeConfig | None:
-    """The kernel of eight warps, one CTA on an SM, for narrow codes in even shares; None where there is none.
+    """The kernel of eight warps, one CTA on an SM, in place of `config`; None where there is none.
 
     It has as many warps as two CTAs of four, and half as many parts to add up.
     """
-    light = config.fp8 and config.k_columns + config.v_columns < LIGHT_CODES
-    if config.arch != "sm_90a" or not light or not config.lean:
-        return None
-    return _deepest(config, 8, 1)
+    return _deepest(config, 8, 1) if config.arch == "sm_90a" and config.lean else None
 
 
 def pair(config: DecodeConfig, rows: int) -> DecodeConfig | None:
     """The kernel that takes two neighbouring key heads as one, in place of `config`, where each has `rows` packed rows;
     None where there is none, or where rows of both do not fit in a tile: they would read all keys once more."""
-    narrow = config.fp8 and 2 * (config.k_columns + config.v_columns) <= LIGHT_CODES
-    if config.arch != "sm_90a" or not narrow or not config.lean or 2 * rows > 16:
+    half = config.fp8 and 2 * (config.k_columns + config.v_columns) <= LIGHT_CODES
+    if config.arch != "sm_90a" or not half or not config.lean or 2 * rows > 16:
         return None
     if config.scales != "token" or config.query != "16bit" or config.head_dim % 32 or config.head_dim_v % 32:
         return None
@@ -218,8 +209,10 @@ def kernels(config: DecodeConfig, rows: int) -> list[DecodeConfig]:
     found = []
     for base in (config, pair(config, rows)):
         if base is not None:
-            found += [base, narrow(base), whole_units(base) if _of_units(base) else None, wide(base)]
-            found += [fixed(each) for each in (base, wide(base)) if each is not None]
+            other = wide(base)
+            found += [base, whole_units(base) if _of_units(base) else None, other if _narrow(base) else None]
+            found += [fixed(each) for each in (base, other) if each is not None]
+            found += [whole_units(other)] if OWN_SHARES and other is not None and _narrow(base) else []
     return [each for each in found if each is not None]
 
 
@@ -257,6 +250,11 @@ def even_splits(config: DecodeConfig, units: int, tiles: int, sms: int) -> int:
     return max(min(splits, tiles // LEAST_TILES), 1)
 
 
+def _fixed(config: DecodeConfig, batch: int, seen: tuple[int, int] | None) -> bool:
+    """Whether even shares are of each unit's own tiles, whatever other sequences have."""
+    return batch == 1 or seen is not None or (OWN_SHARES and config.lean and config.arch == "sm_90a")
+
+
 def shares(
     config: DecodeConfig,
     batch: int,
@@ -278,7 +276,7 @@ def shares(
     tiles = max(1, -(-capacity // config.tile_keys)) if seen is None else tiles_of(config, *seen)
     together = heads_in_step(config, heads_k)
     splits = even_splits(config, units, tiles, sms)
-    if splits and together == 1 and (batch == 1 or seen is not None):
+    if splits and (together == 1 or (OWN_SHARES and splits == 1)) and _fixed(config, batch, seen):
         ctas = units * splits
         return Shares(ctas, splits, 1, ctas if splits > 1 else 0)
     ctas = units * splits if splits else min(sms * ctas_per_sm(config), units * tiles)
@@ -300,39 +298,41 @@ def chosen(
     """The kernel and how to share out its work; arguments as those of `shares`.
 
     A CTA for each unit of a cache without pages where sequences are short and the last round of CTAs over the
-    SMs is nearly full. CTAs of eight warps where they are sure to begin and end with units, or have few tiles; where
-    sequences of unlike length are shared out evenly, theirs begin within units, and each that does costs eight warps a
-    start. All of it hangs on shapes alone: a graph may be replayed with other lengths.
+    SMs is nearly full. CTAs of eight warps for long shares of units of one length; for narrow codes where they are sure
+    to begin and end with units, or have few tiles: where sequences of unlike length are shared out evenly, theirs begin
+    within units, and each that does costs eight warps a start. All of it hangs on shapes alone: a graph may be replayed
+    with other lengths.
     """
+    if num_splits:
+        return config, shares(config, batch, heads_k, rows, capacity, num_splits, sms, seen)
     keys = capacity if seen is None else seen[1] - seen[0]
-    both = pair(config, rows) if heads_k % 2 == 0 and num_splits == 0 else None
+    both = pair(config, rows) if heads_k % 2 == 0 else None
     if both is not None and batch * heads_k * keys >= PAIRED_KEYS * sms:
         config, heads_k, rows = both, heads_k // 2, 2 * rows
     units = batch * heads_k * -(-rows // config.rows)
-    if num_splits == 0 and keys <= WHOLE_KEYS:
-        other = narrow(config)
-        if other is not None:
-            rounds = _full_rounds(other, units, sms)
-            if rounds and (not _of_units(config) or rounds <= NARROW_ROUNDS):
-                return other, Shares(units, 1, 1, 0)
-        if _of_units(config) and _full_rounds(config, units, sms):
-            return whole_units(config), Shares(units, 1, 1, 0)
+    if keys <= WHOLE_KEYS and _of_units(config) and _rounds_are_full(config, units, sms):
+        return whole_units(config), Shares(units, 1, 1, 0)
     other = wide(config)
-    if other is not None and num_splits == 0:
+    if other is not None:
         tiles = units * -(-keys // other.tile_keys)
-        if batch == 1 or seen is not None or tiles <= SHORT * sms:
-            config = other
+        alike = batch == 1 or seen is not None
+        if _narrow(config):
+            taken = alike or tiles <= SHORT * sms
+        else:
+            taken = alike and tiles >= WIDE_TILES * sms
+        config = other if taken else config
     plan = shares(config, batch, heads_k, rows, capacity, num_splits, sms, seen)
-    if num_splits == 0 and plan.splits > 1:
+    if plan.splits > 1:
         config = fixed(config) or config
+    elif plan.splits == 1 and OWN_SHARES and _of_units(config):
+        config = whole_units(config)
     return config, plan
 
 
-def _full_rounds(config: DecodeConfig, units: int, sms: int) -> int:
-    """Rounds over the SMs of a CTA for each unit; 0 where these leave too many places empty."""
+def _rounds_are_full(config: DecodeConfig, units: int, sms: int) -> bool:
+    """Whether a CTA for each unit leaves few places on the SMs empty in the last round."""
     held = sms * ctas_per_sm(config)
-    rounds = -(-units // held)
-    return rounds if units >= EVEN * rounds * held else 0
+    return units >= EVEN * -(-units // held) * held
 
 
 def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:

@@ -447,15 +447,12 @@ class Decode:
         if const_expr(cfg.token_scales):
             for h in cutlass.range_constexpr(2):
                 o_factor[h] = state.unit_o[self.step.scale_set(h)]
-        if const_expr(cfg.whole and cfg.warps == 1 and cfg.fp8):
-            self.gather.alone(state, rows, q, o_factor, results, piece, lane)
-        else:
-            self.gather.leave(state, rows, q, o_factor, ring, lane)
-            # All threads: every warp has left its part, of which each thread reads some.
-            cute.arch.sync_threads()
-            self.gather.add_up(base, results, piece, tid)
-            # All threads: the parts, and Q, are read; the next piece may fill rings and store its Q.
-            cute.arch.sync_threads()
+        self.gather.leave(state, rows, q, o_factor, ring, lane)
+        # All threads: every warp has left its part, of which each thread reads some.
+        cute.arch.sync_threads()
+        self.gather.add_up(base, results, piece, tid)
+        # All threads: the parts, and Q, are read; the next piece may fill rings and store its Q.
+        cute.arch.sync_threads()
 
     @cute.jit
     def start(

@@ -134,34 +134,3 @@ class Gather:
                     if column == 0:
                         results.partial_ml[piece.slot, row, 0] = top
                         results.partial_ml[piece.slot, row, 1] = total
-
-    @cute.jit
-    def alone(
-        self,
-        state: State,
-        rows: Rows,
-        q: Query,
-        o_factor: cute.Tensor,  # as `leave` has it
-        results: Results,
-        piece: Piece,
-        lane: Int32,
-    ):
-        """`leave` and `add_up` of a CTA of one warp with whole units of codes: its lanes have four columns side by
-        side."""
-        cfg = self.cfg
-        packed = results.out.shape[1] * piece.group.divisor
-        for mt in cutlass.range_constexpr(cfg.m_tiles):
-            for h in cutlass.range_constexpr(cfg.halves):
-                row = 16 * mt + 8 * h + lane // 4
-                total = quad_sum(state.total[h, mt])
-                top = state.maximum[h, mt]
-                if const_expr(not cfg.adjusted):
-                    top = top * q.unit[h, mt]  # in units that all rows share
-                if piece.row0 + row < packed:
-                    at = row_of(piece.batch, piece.head, piece.row0 + row, piece.group)
-                    o = cute.make_rmem_tensor(4, Float32)
-                    for c in cutlass.range_constexpr(cfg.head_dim_v // 16):
-                        for i in cutlass.range_constexpr(4):
-                            x = self.own_column(state, rows, 2 * h + i // 2, 2 * c + i % 2, h, mt)
-                            o[i] = x * o_factor[h]
-                        finish(cfg, results, at, 16 * c + 4 * (lane % 4), top, total, o)
