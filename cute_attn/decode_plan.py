@@ -312,16 +312,17 @@ def chosen(
     units = batch * heads_k * -(-rows // config.rows)
     if keys <= WHOLE_KEYS and _of_units(config) and _rounds_are_full(config, units, sms):
         return whole_units(config), Shares(units, 1, 1, 0)
-    other = wide(config)
+    shape = (batch, heads_k, rows, capacity, num_splits, sms, seen)
+    plan, other = shares(config, *shape), wide(config)
     if other is not None:
-        tiles = units * -(-keys // other.tile_keys)
-        alike = batch == 1 or seen is not None
+        tiles, alike = units * -(-keys // other.tile_keys), batch == 1 or seen is not None
+        found = shares(other, *shape)
         if _narrow(config):
             taken = alike or tiles <= SHORT * sms
         else:
-            taken = alike and tiles >= WIDE_TILES * sms
-        config = other if taken else config
-    plan = shares(config, batch, heads_k, rows, capacity, num_splits, sms, seen)
+            taken = alike and tiles >= WIDE_TILES * sms and found.splits > 1
+        if taken:
+            config, plan = other, found
     if plan.splits > 1:
         config = fixed(config) or config
     elif plan.splits == 1 and OWN_SHARES and _of_units(config):

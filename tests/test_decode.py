@@ -569,21 +569,23 @@ def test_ctas_where_shares_are_even(
 @pytest.mark.parametrize(
     ("dim", "batch", "heads_k", "keys", "form", "warps", "units"),  # units: 0 where work is in shares
     [
-        (128, 128, 8, 1024, {}, 1, 1024),
-        (128, 128, 8, 2048, {}, 1, 1024),
-        (128, 128, 8, 2049, {}, 4, 0),  # long units
-        (128, 256, 8, 1024, {}, 1, 2048),
-        (128, 128, 32, 1024, {}, 4, 4096),  # four rounds of narrow CTAs
-        (128, 16, 32, 1024, {}, 4, 512),  # half of what the SMs hold, but two rounds of CTAs of four warps
-        (128, 150, 8, 1024, {}, 4, 0),  # the second round nearly empty
+        (128, 128, 8, 1024, {}, 4, 1024),
+        (128, 128, 8, 8192, {}, 4, 1024),
+        (128, 128, 8, 8193, {}, 4, 0),  # long units
+        (128, 256, 8, 1024, {}, 4, 2048),
+        (128, 128, 32, 1024, {}, 4, 4096),
+        (128, 16, 32, 1024, {}, 4, 512),  # two rounds
+        (128, 150, 8, 1024, {}, 4, 0),  # the fifth round nearly empty
+        (128, 150, 8, 8192, {}, 4, 0),
         (128, 16, 8, 1024, {}, 4, 0),
         (256, 128, 8, 1024, {}, 4, 1024),
         (64, 128, 8, 1024, {}, 4, 512),  # of two heads
         (64, 128, 32, 1024, {}, 4, 2048),
-        (64, 128, 32, 1024, {"rows": 1}, 1, 2048),
-        (64, 128, 33, 1024, {}, 1, 4224),  # heads in no pairs
-        (64, 16, 8, 1024, {}, (8, 8), 0),
-        (64, 16, 8, 8192, {}, 4, 0),  # of two heads
+        (64, 128, 32, 1024, {"rows": 1}, 4, 2048),
+        (64, 128, 33, 1024, {}, 4, 4224),  # heads in no pairs
+        (64, 16, 32, 8192, {}, 4, 256),
+        (64, 16, 8, 1024, {}, 8, 0),
+        (64, 16, 8, 8192, {}, (4, 8), 0),  # of two heads
         (
             64,
             16,
@@ -593,19 +595,23 @@ def test_ctas_where_shares_are_even(
             (4, 8),
             0,
         ),  # even shares of lengths that only the device knows begin within units
-        (64, 1, 8, 131072, {}, 4, 0),
+        (64, 1, 8, 131072, {}, 8, 0),
         (64, 1, 8, 32768, {}, 8, 0),
-        (128, 128, 8, 1024, {"query": "e4m3", "sinks": True, "leftpad": True, "batch_idx": True}, 1, 1024),
+        (128, 1, 8, 131072, {}, 8, 0),
+        (128, 1, 8, 8192, {}, 4, 0),  # shares too short for eight warps
+        (128, 1, 8, 131072, {"rows": 32}, 4, 0),
+        (128, 128, 8, 1024, {"query": "e4m3", "sinks": True, "leftpad": True, "batch_idx": True}, 4, 1024),
         (128, 128, 8, 1024, {"softcap": True}, 4, 1024),
         (64, 128, 8, 1024, {"softcap": True}, 4, 512),
-        (64, 128, 33, 1024, {"softcap": True}, (4, 8), 0),
+        (64, 128, 33, 1024, {"softcap": True}, 4, 4224),
         (128, 128, 8, 1024, {"page_size": 64}, 4, 0),
         (128, 128, 8, 1024, {"arch": "sm_89"}, 4, 0),
         (128, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 4, 1024),
-        (128, 128, 8, 2049, {"cache": "16bit", "scales": "none"}, 4, 0),
-        (64, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 1, 1024),
+        (128, 128, 8, 8193, {"cache": "16bit", "scales": "none"}, 4, 0),
+        (64, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 4, 1024),
         (64, 128, 32, 1024, {"cache": "16bit", "scales": "none"}, 4, 4096),
-        (96, 128, 8, 1024, {}, 4, 0),  # lanes do not take whole rows
+        (256, 1, 8, 131072, {"cache": "16bit", "scales": "none"}, 4, 0),  # no room for eight warps
+        (96, 128, 8, 1024, {}, 4, 1024),
         (192, 128, 8, 1024, {}, 4, 1024),
     ],
 )
@@ -643,24 +649,59 @@ def test_narrow_codes_want_all_ctas_that_an_sm_holds() -> None:
         assert decode_plan.even_splits(config, 8, tiles, 132) == splits
 
 
-def test_kernels_of_one_and_of_eight_warps() -> None:
-    for form, warps in (
-        ({"rows": 1}, [4, 1, 8, 4, 8, 4, 1, 4, 4]),  # fixed shares, then those of two heads
-        ({"rows": 8}, [4, 1, 8, 4, 8, 4, 4, 4]),
-        ({"rows": 16, "softcap": True}, [4, 8, 4, 8]),
-        ({"rows": 32}, [4]),
-        ({"page_size": 16}, [4]),
-        ({"arch": "sm_89"}, [4]),
+def test_kernels_of_eight_warps() -> None:
+    alone, of_two = ["", "whole", "fixed", "fixed8"], ["", "whole", "fixed", "fixed8"]
+    for dim, form, expected in (
+        (64, {"rows": 8}, ["", "whole", "8", "fixed", "fixed8", *of_two]),
+        (64, {"rows": 16, "softcap": True}, ["", "whole", "8", "fixed", "fixed8"]),
+        (64, {"rows": 32}, ["", "whole"]),  # more than one tile of rows
+        (64, {"page_size": 16}, [""]),
+        (64, {"arch": "sm_89"}, [""]),
+        (128, {"rows": 8}, alone),
+        (256, {"rows": 8}, alone),
+        (256, {"rows": 8, "cache": "16bit", "scales": "none"}, ["", "whole", "fixed"]),
     ):
-        config = decode_plan.decode_config(64, 64, "bf16", **{**OF_CODES, **form})
-        assert [kernel.warps for kernel in decode_plan.kernels(config, form.get("rows", 8))] == warps
-    _, narrow, wide, *_ = decode_plan.kernels(
-        decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES), 8
-    )
-    assert 16 * (narrow.smem_bytes + 1024) <= 228 << 10
-    assert narrow.whole and narrow.early and not wide.whole
-    assert decode_plan.ctas_per_sm(wide) == 1
+        config = decode_plan.decode_config(dim, dim, "bf16", **{**OF_CODES, **form})
+        found = decode_plan.kernels(config, form.get("rows", 8))
+        named = [
+            "whole" * kernel.whole + "fixed" * kernel.fixed + "8" * (kernel.warps == 8) for kernel in found
+        ]
+        assert named == expected
+        for kernel in found:
+            assert kernel.early == (kernel.whole or kernel.fixed) or not kernel.lean
+            assert kernel.warps == 4 or decode_plan.ctas_per_sm(kernel) == 1
+    wide = decode_plan.wide(decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES))
     assert decode_plan.shares(wide, 16, 8, 8, 8192, 0, 132) == Shares(128, 0, 2, 256, 2)
+
+
+@pytest.mark.parametrize(
+    ("dim", "batch", "heads_k", "keys", "form", "expected"),  # of CTAs and shares of a unit
+    [
+        (128, 16, 8, 8192, {}, (128, 1)),
+        (64, 16, 8, 1024, {}, (128, 1)),  # of eight warps, and heads that share lines
+        (64, 16, 8, 8192, {}, (256, 4)),  # of two heads
+        (64, 4, 8, 1024, {}, (128, 0)),  # heads that share lines are taken in step
+        (128, 4, 8, 8192, {}, (128, 4)),
+        (128, 5, 8, 8192, {}, (264, 0)),  # shares are not even
+        (128, 4, 8, 8192, {"page_size": 16}, (256, 0)),
+        (128, 4, 8, 8192, {"arch": "sm_89"}, (132, 0)),
+    ],
+)
+def test_own_shares_of_unlike_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+    dim: int,
+    batch: int,
+    heads_k: int,
+    keys: int,
+    form: dict[str, Any],
+    expected: tuple[int, int],
+) -> None:
+    monkeypatch.setattr(decode_plan, "OWN_SHARES", True)
+    config = decode_plan.decode_config(dim, dim, "bf16", **{"rows": 8, **OF_CODES, **form})
+    kernel, plan = decode_plan.chosen(config, batch, heads_k, 8, keys, 0, 132)
+    assert (plan.ctas, plan.splits) == expected
+    assert (kernel.whole, kernel.fixed) == (plan.splits == 1, plan.splits > 1)
+    assert kernel in decode_plan.kernels(config, 8)
 
 
 def test_even_shares_are_even() -> None:
@@ -785,8 +826,6 @@ def test_machine_code(
     assert found.counts["STG"] > 0 and found.registers <= 255
     if isinstance(config, DecodeConfig):
         assert found.smem_bytes == config.smem_bytes
-        if config.warps == 1 and (config.k_columns + config.v_columns) * config.element_bytes <= 128:
-            assert found.registers <= 128  # sixteen CTAs on an SM, for which the ring is
         # One pass over the keys of a step: a load of 16 rows of K or V for each two pieces of 16 bytes.
         assert found.counts["LDSM"] == -(-config.k_chunks // 2) + -(-config.v_chunks // 2)
     else:
