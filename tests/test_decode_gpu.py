@@ -386,6 +386,8 @@ MANY_UNITS = Case(
     "many", lengths=tuple((37 * b) % 301 for b in range(128)), heads=(64, 8), slots=300, scales="token"
 )
 AT_ENDS = (0, 300, *(n + i for n in (16, 64, 128, 192, 256) for i in (-1, 0, 1)))
+LONG_AND_SHORT = (8192, 0, 1, 17, 4096, 63, 5000, 8000, 64, 65, 2, 7777, 300, 8192, 1023, 1024)
+OF_2048 = tuple(n // 4 for n in LONG_AND_SHORT)
 MANY_SHORT = [
     MANY_UNITS,
     replace(MANY_UNITS, name="many_64", dims=(64, 64)),
@@ -396,6 +398,18 @@ MANY_SHORT = [
     replace(
         MANY_UNITS, name="many_all_64", dims=(64, 64), query="e4m3", sinks=True, leftpad=True, batch_idx=True
     ),
+    replace(MANY_UNITS, name="many_64_odd", dims=(64, 64), heads=(33, 33)),
+    replace(MANY_UNITS, name="many_96", dims=(96, 96)),
+    replace(
+        MANY_UNITS,
+        name="many_long",
+        scales="head",
+        lengths=OF_2048,
+        slots=2048,
+        dims=(64, 64),
+        heads=(32, 32),
+    ),
+    replace(MANY_UNITS, name="many_long_256", scales="none", lengths=OF_2048, slots=2048, dims=(256, 256)),
     replace(MANY_UNITS, name="many_head", scales="head", dtype=FP16, heads=(8, 8), dims=(128, 64)),
     replace(MANY_UNITS, name="many_window", options={"window_size": (50, 0)}),
     replace(MANY_UNITS, name="many_softcap", alibi=True, options={"softcap": 20.0}),
@@ -571,7 +585,12 @@ ONE = Case("one", lengths=(30000,), slots=32768, heads=(64, 8))
     "case",
     [
         *(replace(ONE, name=f"16bit_{d}", dims=(d, d)) for d in (64, 128, 256)),
-        *(replace(ONE, name=f"e4m3_{d}", dims=(d, d), scales="token") for d in (64, 128, 256)),
+        *(replace(ONE, name=f"e4m3_{d}", dims=(d, d), scales="token") for d in (128, 256)),
+        replace(ONE, name="e4m3_64", dims=(64, 64), scales="token", heads=(32, 32)),
+        replace(ONE, name="16bit_mha", heads=(32, 32)),
+        replace(ONE, name="narrow", dims=(64, 64), scales="token", heads=(7, 7)),
+        replace(ONE, name="one_head", lengths=(120000,), slots=131072, scales="token", heads=(8, 1)),
+        replace(ONE, name="unlike", lengths=(2048, 0, 1, 1500), slots=2048),
         replace(ONE, name="short", lengths=(40,), slots=1024),
         replace(ONE, name="none", lengths=(0,), slots=1024, scales="token"),
         replace(ONE, name="ends", seqlen_q=2, heads=(32, 8), options=CAUSAL),
@@ -602,22 +621,24 @@ def test_fixed_shares(case: Case) -> None:
         captured = call()
     on_device = options["cache_seqlens"]
     if "window_size" not in case.options:  # else slots before the window are NaN, which shorter ones see
-        for n in (0, 1, 63, 64, 65, 1000, 2047, 2048, 2049, case.lengths[0] // 2):
+        # among them those at which the ring of some share is filled before the length is known, and not
+        ends = (2047, 2048, 2049, 8319, 8320, 9000, 10239, 10240)
+        for n in (0, 1, 63, 64, 65, 1000, *ends, case.lengths[0] // 2):
             on_device.copy_(torch.maximum(lengths.clamp_max(n), options.get("cache_leftpad", lengths * 0)))
             graph.replay()
             check(captured, q, k, v, case, **options)
 
 
 PAIRS = Case("pairs", dims=(64, 64), scales="token")
-LONG_AND_SHORT = (8192, 0, 1, 17, 4096, 63, 5000, 8000, 64, 65, 2, 7777, 300, 8192, 1023, 1024)
 
 
 @pytest.mark.parametrize(
     "case",
     [
         *(replace(PAIRS, name=f"heads_{q}_{k}", heads=(q, k)) for q, k in ((2, 2), (8, 2), (10, 2), (16, 2))),
-        replace(PAIRS, name="balanced", lengths=LONG_AND_SHORT, slots=8192, heads=(32, 32)),
+        replace(PAIRS, name="balanced", lengths=LONG_AND_SHORT, slots=8208, heads=(32, 32)),
         replace(PAIRS, name="balanced_full", lengths=LONG_AND_SHORT, slots=8192, heads=(64, 8)),
+        replace(PAIRS, name="whole_long", lengths=OF_2048, slots=2048, heads=(32, 32)),
         replace(PAIRS, name="one", lengths=(30000,), slots=32768, heads=(32, 32)),
         replace(PAIRS, name="dims_of_values", dims=(64, 32), heads=(8, 8)),
         replace(PAIRS, name="dims_of_keys", dims=(32, 64), heads=(8, 4)),
@@ -628,7 +649,7 @@ LONG_AND_SHORT = (8192, 0, 1, 17, 4096, 63, 5000, 8000, 64, 65, 2, 7777, 300, 81
         replace(PAIRS, name="scores", heads=(8, 4), alibi=True, options={"softcap": 20.0}),
         replace(
             MANY_UNITS,
-            name="narrow",
+            name="whole_mha",
             dims=(64, 64),
             heads=(32, 32),
             lengths=tuple(range(0, 384, 3)),
@@ -647,7 +668,7 @@ def test_pairs_of_heads(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     got = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
     [plan] = decode._plans.values()
     assert plan.config.heads == 2
-    assert plan.config.whole == (case.name in ("narrow", "whole"))
+    assert plan.config.whole == (case.name.startswith("whole"))
     check(got, q, k, v, case, **options)
 
 
