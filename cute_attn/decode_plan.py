@@ -12,9 +12,9 @@ up, and CTAs begin and end with units: each piece more of a CTA fills its ring a
 sequence or of lengths that the host knows, and units of caches with room for few keys have a fixed number of shares,
 for which neither kernel reads what other sequences have.
 
-Many short units, or units of one length, have a CTA each by a kernel for that (`whole_units`). Nothing is added up then,
-no CTA reads the lengths of other sequences, and its first copies start before it has read that of its own. A CTA that
-ends makes room for the next unit, and heads of a sequence are read side by side.
+Many short units, or units of one length, have a CTA each by a kernel for that (`whole_units`). Nothing is added up
+then, no CTA reads the lengths of other sequences, and its first copies start before it has read that of its own. A CTA
+that ends makes room for the next unit, and heads of a sequence are read side by side.
 
 Units in a fixed number of shares have a kernel, too (`fixed`): share s has every so many-th tile from tile s on, so its
 first copies start before it has read the length. CTAs of long shares are of eight warps (`wide`).
