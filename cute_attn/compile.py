@@ -634,7 +634,7 @@ def _chosen_decode(
         for chosen, group in itertools.product(features, groups):
             given = options | dict.fromkeys(chosen, True)
             config = decode_plan.decode_config(head_dim, head_dim_v, dtype, rows=group, arch=arch, **given)
-            configs |= dict.fromkeys(decode_plan.kernels(config))
+            configs |= dict.fromkeys(decode_plan.kernels(config, group))
         codes = {name: x for name, x in options.items() if name != "page_size"}
         append = AppendConfig(head_dim, head_dim_v, dtype, **codes, paged="page_size" in options, arch=arch)
         configs[append] = None

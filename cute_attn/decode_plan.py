@@ -9,14 +9,19 @@ many shares, by its own length alone: then results of a sequence do not depend o
 
 Where units in equal shares fill the SMs, there are no more CTAs than that (`even_splits`). Then fewer parts are added
 up, and CTAs begin and end with units: each piece more of a CTA fills its ring anew. Units of one length, those of one
-sequence or of lengths that the host knows, have a fixed number of shares, for which neither kernel reads what other
-sequences have.
+sequence or of lengths that the host knows, and units of caches with room for few keys have a fixed number of shares,
+for which neither kernel reads what other sequences have.
 
-Many short units of an e4m3 cache have a CTA each, whatever their lengths are, by a kernel for that (`whole_units`).
-Then nothing is added up, no CTA reads the lengths of other sequences, and its first copies start before it has read
-that of its own. Where they are not too many, these CTAs are of one warp (`narrow`). CTAs of four warps, two on an SM,
-begin and end their units at about the same time, when few bytes are on their way. Of eight narrow ones others go on
-meanwhile, and a unit of one warp has no parts of warps to add up.
+Many short units, or units of one length, have a CTA each by a kernel for that (`whole_units`). Nothing is added up
+then, no CTA reads the lengths of other sequences, and its first copies start before it has read that of its own. A CTA
+that ends makes room for the next unit, and heads of a sequence are read side by side.
+
+Units in a fixed number of shares have a kernel, too (`fixed`): share s has every so many-th tile from tile s on, so its
+first copies start before it has read the length. CTAs of long shares are of eight warps (`wide`).
+
+Of narrow heads' codes two neighbouring key heads are one (`pair`): what is said of key heads, units and rows above is
+then said of pairs of them. Rows of K and V of a pair fill a line of L2, which otherwise is loaded for one half of it
+and again, or at another place, for the other one; and a step has two thirds of the instructions for as many bytes.
 """
 
 from __future__ import annotations
@@ -41,10 +46,14 @@ MOST_STAGES: Final = 8
 LEAST_STAGES: Final = 3  # two in flight while one is computed on
 LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining kernel than it saves
 EVEN: Final = 15 / 16  # of the SMs, or of what they hold, that even shares leave busy at least
-LIGHT_CODES: Final = 256  # bytes of a key and its value in e4m3 from which one CTA on an SM is enough
+LIGHT_CODES: Final = 256  # bytes of a key and its value from which one CTA on an SM is enough
 SHORT: Final = 8  # tiles of a CTA up to which one CTA on an SM is enough for every kernel
-WHOLE_KEYS: Final = 2048  # up to which a unit has a CTA, which one warp is busy with for about 70 us
-NARROW_ROUNDS: Final = 2  # over the SMs; of more, those of four warps begin and end at different times, too
+OWN_KEYS: Final = (
+    2048  # up to which a unit's CTAs are its own: beyond, lengths that differ are better shared out
+)
+WIDE_TILES: Final = 8  # of a CTA of eight warps from which it is taken for other than narrow codes
+LONG_TILES: Final = 32  # of a CTA from which two steps of the widest rows are enough of a ring
+PAIRED_KEYS: Final = 4096  # for an SM, of all heads, from which two heads are taken as one
 LINE: Final = 128  # bytes of a line of L2, which a copy of a part of it loads whole
 
 
@@ -149,19 +158,14 @@ def ctas_per_sm(config: DecodeConfig) -> int:
     return max(1, min(by_registers, SM80_ARCHS[config.arch].smem_bytes // (config.smem_bytes + _RESERVED)))
 
 
-def narrow(config: DecodeConfig) -> DecodeConfig | None:
-    """The kernel of one warp for many short units, in place of `config`; None where there is none.
+def _bytes_of_key(config: DecodeConfig) -> int:
+    """Of a key and its value, or of both heads' of a pair."""
+    return (config.k_columns + config.v_columns) * config.element_bytes
 
-    An SM has registers for eight or more. With half as many columns a thread wants fewer, and registers and ring are
-    for sixteen.
-    """
-    changed = config.row_ends or config.softcap or config.alibi
-    if config.arch != "sm_90a" or not config.fp8 or not (config.lean and config.half_tile) or changed:
-        return None
-    columns = config.head_dim + config.head_dim_v
-    if columns > LIGHT_CODES:
-        return None
-    return _deepest(whole_units(config), 1, 16 if columns <= LIGHT_CODES // 2 else 8)
+
+def _narrow(config: DecodeConfig) -> bool:
+    """Whether the codes of a key and its value are few: they want as many warps as an SM holds."""
+    return config.fp8 and config.k_columns + config.v_columns < LIGHT_CODES
 
 
 def whole_units(config: DecodeConfig) -> DecodeConfig:
@@ -169,33 +173,55 @@ def whole_units(config: DecodeConfig) -> DecodeConfig:
     return dataclasses.replace(config, whole=True)
 
 
+def fixed(config: DecodeConfig) -> DecodeConfig | None:
+    """The kernel for a fixed number of shares of each unit, which starts to copy before it knows the length; None where
+    there is none."""
+    return dataclasses.replace(config, fixed=True) if config.lean and config.arch == "sm_90a" else None
+
+
 def _of_units(config: DecodeConfig) -> bool:
-    """Whether many short units may have a CTA of `config` each: codes that are not narrow, without pages."""
-    light = config.head_dim + config.head_dim_v < LIGHT_CODES
-    return config.fp8 and config.paging == "none" and config.arch == "sm_90a" and not light
+    """Whether many units may have a CTA of `config` each."""
+    return config.paging == "none" and config.arch == "sm_90a"
 
 
 def wide(config: DecodeConfig) -> DecodeConfig | None:
-    """The kernel of eight warps, one CTA on an SM, for narrow codes in even shares; None where there is none.
+    """The kernel for long shares in place of `config`; None where there is none.
 
-    It has as many warps as two CTAs of four, and half as many parts to add up.
+    It is of eight warps, one CTA on an SM: as many as two CTAs of four, and half as many parts to add up. Rows of which
+    shared memory does not hold so many have a ring of two steps: memory is faster with fewer of their bytes on the way.
     """
-    light = config.fp8 and config.head_dim + config.head_dim_v < LIGHT_CODES
-    if config.arch != "sm_90a" or not light or not config.lean:
+    if config.arch != "sm_90a" or not config.lean:
         return None
-    return _deepest(config, 8, 1)
+    return _deepest(config, 8, 1) or dataclasses.replace(config, stages=2)
 
 
-def kernels(config: DecodeConfig) -> list[DecodeConfig]:
-    """All that calls of a configuration may take, by their shapes."""
-    others = (narrow(config), whole_units(config) if _of_units(config) else None, wide(config))
-    return [config, *(other for other in others if other is not None)]
+def pair(config: DecodeConfig, rows: int) -> DecodeConfig | None:
+    """The kernel that takes two neighbouring key heads as one, in place of `config`, where each has `rows` packed rows;
+    None where there is none, or where rows of both do not fit in a tile: they would read all keys once more."""
+    half = config.fp8 and 2 * (config.k_columns + config.v_columns) <= LIGHT_CODES
+    if config.arch != "sm_90a" or not half or not config.lean or 2 * rows > 16:
+        return None
+    if config.scales != "token" or config.query != "16bit" or config.head_dim % 32 or config.head_dim_v % 32:
+        return None
+    found = dataclasses.replace(config, heads=2, half_tile=2 * rows <= 8)
+    return _deepest(found, 4, 2) if found.lean else None
+
+
+def kernels(config: DecodeConfig, rows: int) -> list[DecodeConfig]:
+    """All that calls of a configuration may take, by their shapes, with `rows` packed rows for each key head."""
+    found = []
+    for base in (config, pair(config, rows)):
+        if base is not None:
+            for each in (base, wide(base)):
+                if each is not None:
+                    found += [each, fixed(each), whole_units(each) if _of_units(each) else None]
+    return [each for each in found if each is not None]
 
 
 def heads_in_step(config: DecodeConfig, heads_k: int) -> int:
     """Neighbouring key heads whose rows, one behind another, end at the end of a line of L2; 1 where such groups do not
     divide the heads."""
-    of_k, of_v = (dim * config.element_bytes for dim in (config.head_dim, config.head_dim_v))
+    of_k, of_v = (columns * config.element_bytes for columns in (config.k_columns, config.v_columns))
     count = 1
     while count * of_k % LINE or count * of_v % LINE:
         count *= 2
@@ -207,17 +233,30 @@ def even_splits(config: DecodeConfig, units: int, tiles: int, sms: int) -> int:
 
     An SM has one CTA where that keeps it busy, as it does for up to 16 rows of queries where rows lie one behind
     another and are of 16 bits, or of codes of 256 bytes for a key and its value. Narrow codes want more instructions a
-    byte, pages are looked up, and more rows take more products: there memory waits for a lone CTA, which counts where
+    byte, as do pairs of them with more than 8 rows, pages are looked up, and more rows take more products: there memory
+    waits for a lone CTA, which counts where
     it has many tiles, and an SM has as many as it holds.
     """
-    light = config.cache == "16bit" or config.head_dim + config.head_dim_v >= LIGHT_CODES
-    light = light and config.paging == "none" and config.m_tiles == 1
+    light = config.cache == "16bit" or config.k_columns + config.v_columns >= LIGHT_CODES
+    light = (
+        light
+        and config.paging == "none"
+        and config.m_tiles == 1
+        and not (config.heads == 2 and config.rows == 16)
+    )
     lone = light or units * tiles <= SHORT * sms
     most = sms if lone else sms * ctas_per_sm(config)
     splits = most // units
     if config.arch != "sm_90a" or units * splits < EVEN * most:
         return 0
     return max(min(splits, tiles // LEAST_TILES), 1)
+
+
+def _own(config: DecodeConfig, batch: int, capacity: int, seen: tuple[int, int] | None) -> bool:
+    """Whether even shares are of each unit's own tiles, whatever other sequences have: of units of one length, and of
+    short ones."""
+    short = capacity <= OWN_KEYS and config.lean and config.arch == "sm_90a"
+    return batch == 1 or seen is not None or short
 
 
 def shares(
@@ -239,15 +278,14 @@ def shares(
         ctas = units * num_splits
         return Shares(ctas, num_splits, 1, ctas if num_splits > 1 else 0)
     tiles = max(1, -(-capacity // config.tile_keys)) if seen is None else tiles_of(config, *seen)
-    together = heads_in_step(config, heads_k)
     splits = even_splits(config, units, tiles, sms)
-    if splits and together == 1 and (batch == 1 or seen is not None):
+    if splits and _own(config, batch, capacity, seen):
         ctas = units * splits
         return Shares(ctas, splits, 1, ctas if splits > 1 else 0)
     ctas = units * splits if splits else min(sms * ctas_per_sm(config), units * tiles)
     if seen is not None and whole(ctas, [tiles] * batch, units // batch):
         return Shares(units, 1, 1, 0)
-    return Shares(ctas, 0, LEAST_TILES, 2 * ctas, together)
+    return Shares(ctas, 0, LEAST_TILES, 2 * ctas, heads_in_step(config, heads_k))
 
 
 def chosen(
@@ -262,34 +300,46 @@ def chosen(
 ) -> tuple[DecodeConfig, Shares]:
     """The kernel and how to share out its work; arguments as those of `shares`.
 
-    A CTA for each unit of an e4m3 cache without pages where sequences are short and the last round of CTAs over the
-    SMs is nearly full. CTAs of eight warps where they are sure to begin and end with units, or have few tiles; where
-    sequences of unlike length are shared out evenly, theirs begin within units, and each that does costs eight warps a
-    start. All of it hangs on shapes alone: a graph may be replayed with other lengths.
+    A CTA for each unit of a cache without pages where sequences are short or of one length and the last round of CTAs
+    over the SMs is nearly full. CTAs of eight warps for long shares of units of one length; for narrow codes where they
+    are sure to begin and end with units, or have few tiles: where sequences of unlike length are shared out evenly,
+    theirs begin within units, and each that does costs eight warps a start. All of it hangs on shapes alone: a graph
+    may be replayed with other lengths.
     """
-    units = batch * heads_k * -(-rows // config.rows)
+    if num_splits:
+        return config, shares(config, batch, heads_k, rows, capacity, num_splits, sms, seen)
     keys = capacity if seen is None else seen[1] - seen[0]
-    if num_splits == 0 and keys <= WHOLE_KEYS:
-        other = narrow(config)
-        if other is not None:
-            rounds = _full_rounds(other, units, sms)
-            if rounds and (not _of_units(config) or rounds <= NARROW_ROUNDS):
-                return other, Shares(units, 1, 1, 0)
-        if _of_units(config) and _full_rounds(config, units, sms):
-            return whole_units(config), Shares(units, 1, 1, 0)
+    both = pair(config, rows) if heads_k % 2 == 0 else None
+    if both is not None and batch * heads_k * keys >= PAIRED_KEYS * sms:
+        config, heads_k, rows = both, heads_k // 2, 2 * rows
+    units = batch * heads_k * -(-rows // config.rows)
+    alike = batch == 1 or seen is not None
+    if (keys <= OWN_KEYS or alike) and _of_units(config) and _rounds_are_full(config, units, sms):
+        return whole_units(config), Shares(units, 1, 1, 0)
     other = wide(config)
-    if other is not None and num_splits == 0:
-        tiles = units * -(-keys // other.tile_keys)
-        if batch == 1 or seen is not None or tiles <= SHORT * sms:
-            config = other
-    return config, shares(config, batch, heads_k, rows, capacity, num_splits, sms, seen)
+    if other is not None:
+        of_unit = -(-keys // other.tile_keys)
+        tiles = units * of_unit
+        if other.warps == config.warps:
+            taken = tiles >= LONG_TILES * sms
+        elif _narrow(config):
+            taken = alike or tiles <= SHORT * sms
+        else:
+            even = even_splits(other, units, of_unit, sms) > 0
+            taken = alike and even and tiles >= WIDE_TILES * sms
+        config = other if taken else config
+    plan = shares(config, batch, heads_k, rows, capacity, num_splits, sms, seen)
+    if plan.splits > 1:
+        config = fixed(config) or config
+    elif plan.splits == 1 and _of_units(config):
+        config = whole_units(config)
+    return config, plan
 
 
-def _full_rounds(config: DecodeConfig, units: int, sms: int) -> int:
-    """Rounds over the SMs of a CTA for each unit; 0 where these leave too many places empty."""
+def _rounds_are_full(config: DecodeConfig, units: int, sms: int) -> bool:
+    """Whether a CTA for each unit leaves few places on the SMs empty in the last round."""
     held = sms * ctas_per_sm(config)
-    rounds = -(-units // held)
-    return rounds if units >= EVEN * rounds * held else 0
+    return units >= EVEN * -(-units // held) * held
 
 
 def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:
@@ -315,9 +365,15 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:
         decode_config(256, 256, "bf16", rows=16, row_ends=True, softcap=True, alibi=True, arch="sm_86"),
         decode_config(64, 64, "bf16", rows=8, arch="sm_89", **token),
     ]
+    for dim in (64, 128, 256):
+        attend += kernels(decode_config(dim, dim, "bf16", rows=8), 8)
     for options in ({}, {"query": "e4m3"}, {"sinks": True, "leftpad": True, "batch_idx": True}):
         for dim in (64, 128, 256):
-            attend += kernels(decode_config(dim, dim, "bf16", rows=8, **token, **options))
+            attend += kernels(decode_config(dim, dim, "bf16", rows=8, **token, **options), 8)
+    attend += kernels(
+        decode_config(64, 64, "bf16", rows=4, row_ends=True, alibi=True, softcap=True, **token), 4
+    )
+    attend += kernels(decode_config(64, 64, "bf16", rows=1, **token), 1)
     append = [
         AppendConfig(128, 128, "bf16", paged=True),
         AppendConfig(40, 72, "fp16", batch_idx=True, rotary="interleaved", queries=True),

@@ -212,17 +212,18 @@ def _cache_kernels(
     for index in (False,) if paged else (False, True):
         for window, seqlen, _ in lengths:
             ends = (window[0], 0 if shapes.causal else window[1])
+            packed = seqlen * (shapes.heads_q // shapes.heads_k)
             split = decode_plan.decode_config(
                 *dims,
                 **options,
-                rows=seqlen * (shapes.heads_q // shapes.heads_k),
+                rows=packed,
                 row_ends=seqlen > 1 and ends != (-1, -1),
                 softcap=shapes.softcap > 0,
                 sinks=shapes.sinks,
                 batch_idx=index,
                 arch=arch,
             )
-            yield from decode_plan.kernels(split)
+            yield from decode_plan.kernels(split, packed)
             if seqlen > 1 and arch == compiler.ARCH:
                 keys = 1 << 20  # more than a window, so that it cuts
                 rows = None if options else keys

@@ -567,38 +567,57 @@ def test_ctas_where_shares_are_even(
 
 
 @pytest.mark.parametrize(
-    ("dim", "batch", "heads_k", "keys", "form", "warps", "units"),  # units: 0 where work is in shares
+    # units: 0 where work is in shares; pairs are of lengths on the device and of lengths that the host knows
+    ("dim", "batch", "heads_k", "keys", "form", "warps", "units"),
     [
-        (128, 128, 8, 1024, {}, 1, 1024),
-        (128, 128, 8, 2048, {}, 1, 1024),
-        (128, 128, 8, 2049, {}, 4, 0),  # long units
-        (128, 256, 8, 1024, {}, 1, 2048),
-        (128, 128, 32, 1024, {}, 4, 4096),  # four rounds of narrow CTAs
-        (128, 16, 32, 1024, {}, 4, 512),  # half of what the SMs hold, but two rounds of CTAs of four warps
+        (128, 128, 8, 1024, {}, 4, 1024),
+        (128, 128, 8, 2048, {}, 4, 1024),
+        (128, 128, 8, 2049, {}, 4, (0, 1024)),  # long units, of unlike lengths for all that is known
+        (128, 256, 8, 1024, {}, 4, 2048),
+        (128, 128, 32, 1024, {}, 4, 4096),
+        (128, 16, 32, 1024, {}, 4, 512),
         (128, 150, 8, 1024, {}, 4, 0),  # the second round nearly empty
-        (128, 16, 8, 1024, {}, 4, 0),
+        (128, 16, 8, 1024, {}, 4, 128),
         (256, 128, 8, 1024, {}, 4, 1024),
-        (64, 128, 8, 1024, {}, 1, 1024),
-        (64, 128, 32, 1024, {}, 1, 4096),
-        (64, 16, 8, 1024, {}, (8, 8), 0),
+        (64, 128, 8, 1024, {}, 4, 512),  # of two heads
+        (64, 128, 32, 1024, {}, 4, 2048),
+        (64, 128, 32, 1024, {"rows": 1}, 4, 2048),
+        (64, 128, 33, 1024, {}, 4, 4224),  # heads in no pairs
+        (64, 16, 8, 1024, {}, 8, 128),
+        (64, 16, 8, 8192, {}, (4, 8), 0),  # of two heads
         (
             64,
             16,
-            8,
+            7,
             8192,
             {},
             (4, 8),
             0,
         ),  # even shares of lengths that only the device knows begin within units
-        (64, 1, 8, 131072, {}, (8, 8), 0),
-        (128, 128, 8, 1024, {"query": "e4m3", "sinks": True, "leftpad": True, "batch_idx": True}, 1, 1024),
+        (64, 1, 8, 131072, {}, 8, 0),
+        (64, 1, 8, 32768, {}, 8, 0),
+        (128, 128, 8, 1024, {"query": "e4m3", "sinks": True, "leftpad": True, "batch_idx": True}, 4, 1024),
         (128, 128, 8, 1024, {"softcap": True}, 4, 1024),
-        (64, 128, 8, 1024, {"softcap": True}, (4, 8), 0),
+        (64, 128, 8, 1024, {"softcap": True}, 4, 512),
+        (64, 128, 33, 1024, {"softcap": True}, 4, 4224),
         (128, 128, 8, 1024, {"page_size": 64}, 4, 0),
         (128, 128, 8, 1024, {"arch": "sm_89"}, 4, 0),
-        (128, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 4, 0),
-        (96, 128, 8, 1024, {}, 4, 0),  # lanes do not take whole rows
+        (128, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 4, 1024),
+        (128, 128, 8, 2049, {"cache": "16bit", "scales": "none"}, 4, (0, 1024)),
+        (64, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 4, 1024),
+        (64, 128, 32, 1024, {"cache": "16bit", "scales": "none"}, 4, 4096),
+        (96, 128, 8, 1024, {}, 4, 1024),  # lanes do not take whole rows
         (192, 128, 8, 1024, {}, 4, 1024),
+        (
+            256,
+            16,
+            32,
+            8192,
+            {"cache": "16bit", "scales": "none"},
+            4,
+            (0, 512),
+        ),  # a ring of two steps where CTAs have many
+        (256, 1, 8, 131072, {"cache": "16bit", "scales": "none"}, 4, 0),
     ],
 )
 @pytest.mark.parametrize("known", [False, True])
@@ -609,22 +628,25 @@ def test_many_short_units_have_a_cta_each(
     keys: int,
     form: dict[str, Any],
     warps: int | tuple[int, int],
-    units: int,
+    units: int | tuple[int, int],
     known: bool,
 ) -> None:
     config = decode_plan.decode_config(dim, dim, "bf16", **{"rows": 8, **OF_CODES, **form})
     seen = (capacity := 100000, capacity + keys) if known else None
-    shape = (batch, heads_k, 8, keys if seen is None else 2 * capacity, 0, 132, seen)
-    kernel, plan = decode_plan.chosen(config, *shape)
+    rows, behind = form.get("rows", 8), (keys if seen is None else 2 * capacity, 0, 132, seen)
+    kernel, plan = decode_plan.chosen(config, batch, heads_k, rows, *behind)
     assert kernel.warps == (warps[known] if isinstance(warps, tuple) else warps)
-    assert kernel in decode_plan.kernels(config)
+    assert kernel in decode_plan.kernels(config, rows)
+    if isinstance(units, tuple):
+        units = units[known]
     if units:
         assert plan == Shares(units, 1, 1, 0)  # no combining kernel, whatever the lengths are
         assert kernel.whole
     else:
-        assert plan == decode_plan.shares(kernel, *shape)
+        of_pairs = (batch, heads_k // kernel.heads, rows * kernel.heads)
+        assert plan == decode_plan.shares(kernel, *of_pairs, *behind)
         assert not kernel.whole
-    assert decode_plan.chosen(config, batch, heads_k, 8, keys, 2, 132)[0] == config
+    assert decode_plan.chosen(config, batch, heads_k, rows, keys, 2, 132)[0] == config
 
 
 def test_narrow_codes_want_all_ctas_that_an_sm_holds() -> None:
@@ -634,21 +656,24 @@ def test_narrow_codes_want_all_ctas_that_an_sm_holds() -> None:
         assert decode_plan.even_splits(config, 8, tiles, 132) == splits
 
 
-def test_kernels_of_one_and_of_eight_warps() -> None:
+def test_kernels_of_four_and_of_eight_warps() -> None:
+    """Shares of any length, fixed ones, whole units; those of long shares; the same of two heads."""
     for form, warps in (
-        ({"rows": 1}, [4, 1, 8]),
-        ({"rows": 16, "softcap": True}, [4, 8]),
-        ({"rows": 32}, [4]),
+        ({"rows": 1}, [4, 4, 4, 8, 8, 8] * 2),
+        ({"rows": 16, "softcap": True}, [4, 4, 4, 8, 8, 8]),
+        ({"rows": 32}, [4, 4]),
         ({"page_size": 16}, [4]),
         ({"arch": "sm_89"}, [4]),
     ):
         config = decode_plan.decode_config(64, 64, "bf16", **{**OF_CODES, **form})
-        assert [kernel.warps for kernel in decode_plan.kernels(config)] == warps
-    _, narrow, wide = decode_plan.kernels(decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES))
-    assert 16 * (narrow.smem_bytes + 1024) <= 228 << 10
-    assert narrow.whole and narrow.early and not wide.whole
+        assert [kernel.warps for kernel in decode_plan.kernels(config, form.get("rows", 8))] == warps
+    config = decode_plan.decode_config(64, 64, "bf16", rows=8, **OF_CODES)
+    _, fixed, whole, wide, *_ = decode_plan.kernels(config, 8)
+    assert whole.whole and whole.early and fixed.fixed and fixed.early and not (wide.whole or wide.fixed)
     assert decode_plan.ctas_per_sm(wide) == 1
     assert decode_plan.shares(wide, 16, 8, 8, 8192, 0, 132) == Shares(128, 0, 2, 256, 2)
+    widest = decode_plan.decode_config(256, 256, "bf16", rows=8)
+    assert [kernel.stages for kernel in decode_plan.kernels(widest, 8)] == [3, 3, 3, 2, 2, 2]
 
 
 def test_even_shares_are_even() -> None:
@@ -701,6 +726,11 @@ def test_chosen_kernels_can_be_built(dim: int, scales: str, arch: str) -> None:
         ({"stages": 40}, "shared memory"),
         ({"paging": "some"}, "paging"),
         ({"query": "e4m3"}, "query must be one of"),
+        ({"heads": 3}, "heads must be 1 or 2"),
+        ({"whole": True, "fixed": True}, "fixed must be False"),
+        ({"heads": 2, "head_dim": 64, "head_dim_v": 64}, "heads must be 1 but for"),
+        ({"heads": 2, "cache": "e4m3", "scales": "token", "paging": "block"}, "heads must be 1 but for"),
+        ({"heads": 2, "cache": "e4m3", "scales": "token", "head_dim": 256}, "m_tiles"),
     ],
 )
 def test_configs_that_cannot_be_built(change: dict[str, Any], match: str) -> None:
@@ -717,6 +747,7 @@ def test_names_tell_kernels_apart() -> None:
         {"cache": "e4m3", "scales": "head"},
         {"cache": "e4m3", "scales": "token"},
         {"cache": "e4m3", "scales": "token", "query": "e4m3"},
+        {"cache": "e4m3", "scales": "token", "heads": 2},
         {"paging": "block"},
         {"paging": "token"},
         {"m_tiles": 2},
@@ -725,7 +756,7 @@ def test_names_tell_kernels_apart() -> None:
         {"arch": "sm_80"},
         *(
             {name: True}
-            for name in ("row_ends", "softcap", "alibi", "sinks", "batch_idx", "leftpad", "whole")
+            for name in ("row_ends", "softcap", "alibi", "sinks", "batch_idx", "leftpad", "whole", "fixed")
         ),
     ]
     assert len({replace(base, **change).name for change in changes}) == len(changes)
@@ -767,8 +798,6 @@ def test_machine_code(
     assert found.counts["STG"] > 0 and found.registers <= 255
     if isinstance(config, DecodeConfig):
         assert found.smem_bytes == config.smem_bytes
-        if config.warps == 1 and config.head_dim + config.head_dim_v <= 128:
-            assert found.registers <= 128  # sixteen CTAs on an SM, for which the ring is
         # One pass over the keys of a step: a load of 16 rows of K or V for each two pieces of 16 bytes.
         assert found.counts["LDSM"] == -(-config.k_chunks // 2) + -(-config.v_chunks // 2)
     else:

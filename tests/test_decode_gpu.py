@@ -17,7 +17,7 @@ import torch
 from poison import PoisonedTorch, poison_memory
 from torch import Tensor
 
-from cute_attn import append, append_kv, decode, flash_attn_with_kvcache, launch, prefill
+from cute_attn import append, append_kv, decode, decode_plan, flash_attn_with_kvcache, launch, prefill
 from cute_attn.append import append_reference, queries_reference
 from cute_attn.decode import decode_explain, decode_kernel, reference
 from cute_attn.decode_plan import Shares, decode_config
@@ -386,6 +386,8 @@ MANY_UNITS = Case(
     "many", lengths=tuple((37 * b) % 301 for b in range(128)), heads=(64, 8), slots=300, scales="token"
 )
 AT_ENDS = (0, 300, *(n + i for n in (16, 64, 128, 192, 256) for i in (-1, 0, 1)))
+LONG_AND_SHORT = (8192, 0, 1, 17, 4096, 63, 5000, 8000, 64, 65, 2, 7777, 300, 8192, 1023, 1024)
+OF_2048 = tuple(n // 4 for n in LONG_AND_SHORT)
 MANY_SHORT = [
     MANY_UNITS,
     replace(MANY_UNITS, name="many_64", dims=(64, 64)),
@@ -396,9 +398,33 @@ MANY_SHORT = [
     replace(
         MANY_UNITS, name="many_all_64", dims=(64, 64), query="e4m3", sinks=True, leftpad=True, batch_idx=True
     ),
+    replace(MANY_UNITS, name="many_64_odd", dims=(64, 64), heads=(33, 33)),
+    replace(MANY_UNITS, name="many_96", dims=(96, 96)),
+    replace(
+        MANY_UNITS,
+        name="many_long",
+        scales="head",
+        lengths=OF_2048,
+        slots=2048,
+        dims=(64, 64),
+        heads=(32, 32),
+    ),
+    replace(MANY_UNITS, name="many_long_256", scales="none", lengths=OF_2048, slots=2048, dims=(256, 256)),
     replace(MANY_UNITS, name="many_head", scales="head", dtype=FP16, heads=(8, 8), dims=(128, 64)),
     replace(MANY_UNITS, name="many_window", options={"window_size": (50, 0)}),
     replace(MANY_UNITS, name="many_softcap", alibi=True, options={"softcap": 20.0}),
+    *(replace(MANY_UNITS, name=f"many_16bit_{d}", scales="none", dims=(d, d)) for d in (64, 128, 256)),
+    *(
+        replace(
+            MANY_UNITS,
+            name=f"many_16bit_ring_{d}",
+            scales="none",
+            lengths=tuple(AT_ENDS[b % len(AT_ENDS)] for b in range(128)),
+            dims=(d, d),
+            sinks=True,
+        )
+        for d in (64, 128)
+    ),
     # Lengths at the ends of tiles and of the rings that are filled before the length is known; room for less than one
     *(
         replace(
@@ -550,6 +576,100 @@ def test_many_short_units(case: Case) -> None:
         ):  # else slots before the window are NaN, which shorter ones see
             check(captured, q, k, v, case, **options)
     assert all(torch.equal(a, b) for a, b in zip(got, captured, strict=True))
+
+
+ONE = Case("one", lengths=(30000,), slots=32768, heads=(64, 8))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(replace(ONE, name=f"16bit_{d}", dims=(d, d)) for d in (64, 128, 256)),
+        *(replace(ONE, name=f"e4m3_{d}", dims=(d, d), scales="token") for d in (128, 256)),
+        replace(ONE, name="e4m3_64", dims=(64, 64), scales="token", heads=(32, 32)),
+        replace(ONE, name="16bit_mha", heads=(32, 32)),
+        replace(ONE, name="narrow", dims=(64, 64), scales="token", heads=(7, 7)),
+        replace(ONE, name="one_head", lengths=(120000,), slots=131072, scales="token", heads=(8, 1)),
+        replace(ONE, name="unlike", lengths=(2048, 0, 1, 1500), slots=2048),
+        replace(ONE, name="short", lengths=(40,), slots=1024),
+        replace(ONE, name="none", lengths=(0,), slots=1024, scales="token"),
+        replace(ONE, name="ends", seqlen_q=2, heads=(32, 8), options=CAUSAL),
+        replace(ONE, name="window", options={"window_size": (5000, 0)}),
+        replace(ONE, name="pad", leftpad=True, batch_idx=True, sinks=True, scales="token"),
+        replace(ONE, name="host", lengths=(5000, 5000), slots=8192, lengths_of_host=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_fixed_shares(case: Case) -> None:
+    """Every so many-th tile of a unit: results, and those of a graph with other lengths."""
+    q, k, v, options = case.make()
+    if case.lengths_of_host:
+        options["cache_seqlens"] = case.lengths[0]
+
+    def call() -> tuple[Tensor, Tensor]:
+        return flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
+
+    got = call()
+    [plan] = decode._plans.values()
+    assert plan.config.fixed and plan.shares.splits > 1
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
+    check(got, q, k, v, case, **{**options, "cache_seqlens": lengths})
+    if case.lengths_of_host:
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    on_device = options["cache_seqlens"]
+    if "window_size" not in case.options:  # else slots before the window are NaN, which shorter ones see
+        # among them those at which the ring of some share is filled before the length is known, and not
+        ends = (2047, 2048, 2049, 8319, 8320, 9000, 10239, 10240)
+        for n in (0, 1, 63, 64, 65, 1000, *ends, case.lengths[0] // 2):
+            on_device.copy_(torch.maximum(lengths.clamp_max(n), options.get("cache_leftpad", lengths * 0)))
+            graph.replay()
+            check(captured, q, k, v, case, **options)
+
+
+PAIRS = Case("pairs", dims=(64, 64), scales="token")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(replace(PAIRS, name=f"heads_{q}_{k}", heads=(q, k)) for q, k in ((2, 2), (8, 2), (10, 2), (16, 2))),
+        replace(PAIRS, name="balanced", lengths=LONG_AND_SHORT, slots=8208, heads=(32, 32)),
+        replace(PAIRS, name="balanced_full", lengths=LONG_AND_SHORT, slots=8192, heads=(64, 8)),
+        replace(PAIRS, name="whole_long", lengths=OF_2048, slots=2048, heads=(32, 32)),
+        replace(PAIRS, name="one", lengths=(30000,), slots=32768, heads=(32, 32)),
+        replace(PAIRS, name="dims_of_values", dims=(64, 32), heads=(8, 8)),
+        replace(PAIRS, name="dims_of_keys", dims=(32, 64), heads=(8, 4)),
+        replace(PAIRS, name="magnitudes", magnitudes=(1e-3, 1e4), heads=(16, 2)),
+        replace(PAIRS, name="few_tokens", seqlen_q=4, heads=(8, 4), options=CAUSAL),
+        replace(PAIRS, name="window", heads=(8, 4), options={"window_size": (100, 0)}),
+        replace(PAIRS, name="all", heads=(8, 4), sinks=True, leftpad=True, batch_idx=True),
+        replace(PAIRS, name="scores", heads=(8, 4), alibi=True, options={"softcap": 20.0}),
+        replace(
+            MANY_UNITS,
+            name="whole_mha",
+            dims=(64, 64),
+            heads=(32, 32),
+            lengths=tuple(range(0, 384, 3)),
+            slots=400,
+        ),
+        replace(
+            MANY_UNITS, name="whole", dims=(64, 64), heads=(64, 8), lengths=tuple(range(0, 384, 3)), slots=400
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+def test_pairs_of_heads(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two heads as one of twice the columns."""
+    monkeypatch.setattr(decode_plan, "PAIRED_KEYS", 0)
+    q, k, v, options = case.make()
+    got = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options)
+    [plan] = decode._plans.values()
+    assert plan.config.heads == 2
+    assert plan.config.whole == (case.name.startswith("whole"))
+    check(got, q, k, v, case, **options)
 
 
 @pytest.mark.parametrize("case", [GRAPH], ids=["graph"])

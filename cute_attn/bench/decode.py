@@ -9,6 +9,7 @@ The graph takes the host out of the time, as a server that captures its decoding
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -73,21 +74,18 @@ def kernels(found: Sequence[Case], dtypes: Sequence[str]) -> list[DecodeConfig]:
 
     dtypes: of contenders, "fp8" for a cache of e4m3 with scales of tokens.
     """
-    wanted = {
-        kernel: None
-        for case in found
-        for dtype in dtypes
-        for kernel in decode_plan.kernels(
-            decode_plan.decode_config(
-                case.head_dim,
-                case.head_dim,
-                "bf16" if dtype == "fp8" else dtype,
-                page_size=case.page_size,
-                rows=case.seqlen_q * (case.heads_q // case.heads_k),
-                **(decode_plan.FORMS["e4m3"] if dtype == "fp8" else {}),
-            )
+    wanted: dict[DecodeConfig, None] = {}
+    for case, dtype in itertools.product(found, dtypes):
+        rows = case.seqlen_q * (case.heads_q // case.heads_k)
+        config = decode_plan.decode_config(
+            case.head_dim,
+            case.head_dim,
+            "bf16" if dtype == "fp8" else dtype,
+            page_size=case.page_size,
+            rows=rows,
+            **(decode_plan.FORMS["e4m3"] if dtype == "fp8" else {}),
         )
-    }
+        wanted |= dict.fromkeys(decode_plan.kernels(config, rows))
     return list(wanted)
 
 

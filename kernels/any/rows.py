@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
 
-from ..common.warp import copy_16_bytes, copy_16_bytes_or_zeros
+from ..common.warp import copy_16_bytes, copy_16_bytes_or_zeros, opaque
 from ..config import (
     E4M3_MAX,
     INT8_MAX,
@@ -40,7 +40,6 @@ from .vectors import (
     int8_word,
     last_row,
     magnitude,
-    opaque,
     padded_width,
     product,
     row_offset,

@@ -84,12 +84,6 @@ def quotient(a: cutlass.Constexpr, b: Float32) -> Float32:
 
 
 @cute.jit
-def opaque(a: Uint32) -> Uint32:
-    """a, of which the compiler knows nothing: what is computed from it stays in the loop where it is."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[a])
-
-
-@cute.jit
 def scales_of(amax: Float32, qmax: cutlass.Constexpr, norm: cutlass.Constexpr):
     """amax of a group -> (factor to codes, scale back); the reference is `cute_attn.quantize.amax_scale`."""
     safe = cute.arch.fmax(amax, Float32(SMALLEST_AMAX), nan=True)

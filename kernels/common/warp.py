@@ -129,6 +129,12 @@ def store_float_if(target: Int64, value: Float32, wanted: Boolean):
 
 
 @cute.jit
+def opaque(a: Uint32) -> Uint32:
+    """a, of which the compiler knows nothing: what is computed from it stays in the loop where it is."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[a])
+
+
+@cute.jit
 def quad_sum(value: Float32) -> Float32:
     """Sum over the four lanes that hold a row."""
     for step in cutlass.range_constexpr(2):

@@ -13,6 +13,21 @@ DECODE_KEYS = (
 )
 
 
+def turned_pieces(chunks: int) -> int:
+    """Among how many neighbouring pieces of 16 bytes a row of `chunks` pieces changes their places in shared memory: a
+    line of 128 bytes or half of one, so that eight rows meet all banks without gaps between them. 1: it does not."""
+    return 8 if chunks % 8 == 0 else 4 if chunks % 4 == 0 else 1
+
+
+def row_pitch(chunks: int) -> int:
+    """Bytes between rows of `chunks` pieces in shared memory: an odd number of pieces where they keep their places.
+
+    Rows that begin within a line of 128 bytes are copied 7% slower: each line of memory then goes to two of shared
+    memory (perf/log.md, run 22).
+    """
+    return 16 * (chunks if turned_pieces(chunks) > 1 else chunks | 1)
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
     """One compiled kernel for few queries against a KV cache; any architecture from sm_80 (e4m3: sm_89) on."""
@@ -26,6 +41,8 @@ class DecodeConfig:
     paging: str = "none"
     query: str = "16bit"  # "e4m3": Q is of e4m3, with a scale for each key head, which needs a cache of e4m3
     m_tiles: int = 1  # tiles of 16 packed rows (query, head of the group) that a CTA takes
+    # Neighbouring key heads that a CTA takes as one of so many times the columns; 2 with a scale for each token alone
+    heads: int = 1
     half_tile: bool = False  # a CTA takes 8 packed rows: the upper half of its only tile is left out
     warps: int = 4  # each with keys and a ring of its own
     stages: int = 3  # steps of the ring, of which one is computed on
@@ -36,6 +53,9 @@ class DecodeConfig:
     batch_idx: bool = False  # a sequence of the cache for each of q
     leftpad: bool = False  # sequences begin at a slot of their own
     whole: bool = False  # each CTA has a unit of its own, so there are no parts: Shares.splits is 1
+    fixed: bool = (
+        False  # each CTA has one of Shares.splits shares of a unit, more than one: every splits-th tile
+    )
     arch: str = "sm_90a"
 
     @property
@@ -53,14 +73,23 @@ class DecodeConfig:
         return self.softcap or self.alibi
 
     @property
+    def k_columns(self) -> int:
+        """Of a row of K that a CTA reads."""
+        return self.heads * self.head_dim
+
+    @property
+    def v_columns(self) -> int:
+        return self.heads * self.head_dim_v
+
+    @property
     def k_steps(self) -> int:
-        """Products that head_dim takes, of 16 columns."""
-        return -(-self.head_dim // 16)
+        """Products that a row of K takes, of 16 columns."""
+        return -(-self.k_columns // 16)
 
     @property
     def n_tiles(self) -> int:
-        """Products that head_dim_v takes, of 8 columns."""
-        return self.head_dim_v // 8
+        """Products that a row of V takes, of 8 columns."""
+        return self.v_columns // 8
 
     @property
     def element_bytes(self) -> int:
@@ -89,25 +118,30 @@ class DecodeConfig:
     @property
     def k_chunks(self) -> int:
         """Pieces of 16 bytes of a row of K."""
-        return self.head_dim * self.element_bytes // 16
+        return self.k_columns * self.element_bytes // 16
 
     @property
     def v_chunks(self) -> int:
-        return self.head_dim_v * self.element_bytes // 16
+        return self.v_columns * self.element_bytes // 16
+
+    @property
+    def whole_lines(self) -> bool:
+        """Whether rows of K and V are whole lines of 128 bytes of L2, so that no heads are taken in step."""
+        return self.k_chunks % 8 == 0 and self.v_chunks % 8 == 0
 
     @property
     def k_pitch(self) -> int:
-        """Bytes between rows of K in shared memory: an odd number of pieces, so that eight rows meet all banks."""
-        return 16 * (self.k_chunks | 1)
+        """Bytes between rows of K in shared memory, see `row_pitch`."""
+        return row_pitch(self.k_chunks)
 
     @property
     def v_pitch(self) -> int:
-        return 16 * (self.v_chunks | 1)
+        return row_pitch(self.v_chunks)
 
     @property
     def scale_bytes(self) -> int:
-        """Of a step: a float32 for each key of K and of V."""
-        return 8 * DECODE_KEYS if self.token_scales else 0
+        """Of a step: a float32 for each key of K and of V, of each head."""
+        return 8 * DECODE_KEYS * self.heads if self.token_scales else 0
 
     @property
     def stage_bytes(self) -> int:
@@ -127,7 +161,7 @@ class DecodeConfig:
     @property
     def q_in_smem(self) -> bool:
         """Whether fragments of Q are read anew in each step, as registers have no room for them beside O."""
-        return self.m_tiles * max(self.head_dim, self.head_dim_v) > 128
+        return self.m_tiles * max(self.k_columns, self.v_columns) > 128
 
     @property
     def crowded(self) -> bool:
@@ -146,7 +180,7 @@ class DecodeConfig:
     @property
     def early(self) -> bool:
         """Whether a CTA's first copies start before its sequence's length is known: where they begin is."""
-        return self.whole and self.lean and not (self.leftpad or self.batch_idx)
+        return (self.whole or self.fixed) and self.lean and not (self.leftpad or self.batch_idx)
 
     @property
     def chains(self) -> int:
@@ -168,7 +202,8 @@ class DecodeConfig:
         mask = "_ends" if self.row_ends else ""
         mask += "".join(f"_{name}" for name in _DECODE_EXTRAS if getattr(self, name))
         tiles = f"m{'half' if self.half_tile else self.m_tiles}w{self.warps}s{self.stages}"
-        tiles += "_whole" if self.whole else ""
+        tiles += "_pair" if self.heads == 2 else ""
+        tiles += "_whole" if self.whole else "_fixed" if self.fixed else ""
         arch = self.arch.replace("_", "").removesuffix("a")
         return f"decode_{arch}_{cache}_{dims_name(self.head_dim, self.head_dim_v)}{paging}{mask}_{tiles}"
 
@@ -191,7 +226,15 @@ class DecodeConfig:
             raise ValueError(f"arch must be one of {E4M3_ARCHS} for a cache of e4m3, got {self.arch!r}")
         if self.half_tile and self.m_tiles != 1:
             raise ValueError(f"m_tiles must be 1 with half_tile, got {self.m_tiles}")
-        if self.m_tiles * max(self.head_dim, self.head_dim_v) > 256:
+        if self.whole and self.fixed:
+            raise ValueError("fixed must be False with whole")
+        if self.heads not in (1, 2):
+            raise ValueError(f"heads must be 1 or 2, got {self.heads}")
+        if self.heads == 2 and not (self.token_scales and self.query == "16bit" and self.lean):
+            raise ValueError(
+                "heads must be 1 but for a cache of e4m3 without pages, with a scale for each token and a 16-bit query"
+            )
+        if self.m_tiles * max(self.k_columns, self.v_columns) > 256:
             raise ValueError(
                 f"m_tiles * head_dim must be at most 256 for the registers, got {self.m_tiles} tiles"
             )

@@ -28,6 +28,11 @@ Q is rounded to fp16 with a power of two for each row that brings its largest el
 become fp16 as those of K do. Scales of K and of an e4m3 Q multiply scores. A scale of V for each token multiplies P,
 over a power of two R at least as large as all scales so far, so that P does not leave fp16; O counts in units of R.
 
+Pairs (`heads` 2): a row of K of a narrow head is half of a line of L2, which two CTAs would load at two times. Here
+one CTA takes two heads, whose K side by side is that of one head with twice the columns: a row of Q has its own
+columns in its head's half and zeros in the other one, and of a row of P V its head's half is O. Scales are those of the
+row's head, and so is R. NaN in K of one head so reaches the rows of both.
+
 What a CTA does, and where it stands: it finds its pieces of work (`Decode.kernel`, split.py). Of each it loads Q
 (queries.py), fetches K and V step by step (loads.py) and computes (step.py). At the end it adds up what its warps have
 (gather.py), to the output or to a slot for the combining kernel (combine.py). common/warp.py has the instructions.
@@ -117,7 +122,8 @@ class Decode:
         if const_expr(cfg.paging != "none"):
             capacity = k_cache.shape[1] * block_table.shape[1]
         shares = Shares(ctas, splits, least, together)
-        by = divisors_of(q.shape[1], q.shape[2], k_cache.shape[2], shares, cfg.rows)
+        heads_k = k_cache.shape[2] // cfg.heads
+        by = divisors_of(q.shape[1], q.shape[2], heads_k, shares, cfg.rows)
         lengths = Lengths(seqlens, leftpad, q.shape[0], seqlen_new, capacity, q.shape[1], left)
         factor = Float32(1.0) if cfg.adjusted else softmax_scale_log2
         self.kernel(
@@ -146,12 +152,14 @@ class Decode:
             grid=[ctas, 1, 1],
             block=[cfg.threads, 1, 1],
             stream=stream,
+            # Registers for two CTAs on an SM, not for four, for which the assembler would spill some of 16-bit Q
+            min_blocks_per_mp=2 if const_expr(cfg.whole and cfg.warps == 4 and not cfg.fp8) else 0,
             preferred_smem_carveout=100,  # per cent: an SM shall hold as many CTAs as decode_plan.py counts
         )
         if const_expr(not cfg.whole):
             if splits != 1:
                 results = Results(out, lse, sinks, partial_ml, partial_o, factor)
-                self.combine.launch(results, lengths, shares, by, k_cache.shape[2], stream)
+                self.combine.launch(results, lengths, shares, by, heads_k, stream)
 
     @cute.kernel
     def kernel(
@@ -206,13 +214,47 @@ class Decode:
                     started = Int32(1)
                     every = Keys(b, b, head, Int32(0), Int32(LARGEST))
                     key0 = warp * DECODE_KEYS
-                    at = self.loads.cursor(cache, every, key0, lane)
-                    self.start(cache, every, key0, Int32(cfg.stages), base + warp * cfg.warp_bytes, lane, at)
+                    step = Int32(cfg.tile_keys)
+                    at = self.loads.cursor(cache, every, key0, step, lane)
+                    ring = base + warp * cfg.warp_bytes
+                    self.start(cache, every, key0, step, Int32(cfg.stages), ring, lane, at)
             tiles = self.splits.tiles_of(lengths, b)
             piece = Piece(
-                b, head, block * cfg.rows, by.group, Int32(0), tiles, cutlass.Boolean(True), Int32(0)
+                b,
+                head,
+                block * cfg.rows,
+                by.group,
+                Int32(0),
+                tiles,
+                cutlass.Boolean(True),
+                Int32(0),
+                Int32(1),
             )
             self.attend(m_q, cache, scoring, results, lengths, piece, started, base, tid, lane, warp)
+        elif const_expr(cfg.fixed):
+            unit, split = divmod(cta, by.splits)
+            b, unit = divmod(unit, by.units)
+            head, block = divmod(unit, by.blocks)
+            started, splits = Int32(0), by.splits.divisor
+            if const_expr(cfg.early):
+                # Likewise, with every splits-th tile from its own on
+                last = (split + (cfg.stages - 2) * splits + 1) * cfg.tile_keys
+                if (lengths.left >= lengths.capacity) & (lengths.capacity >= last):
+                    started = Int32(1)
+                    every = Keys(b, b, head, Int32(0), Int32(LARGEST))
+                    key0, step = split * cfg.tile_keys + warp * DECODE_KEYS, splits * cfg.tile_keys
+                    at = self.loads.cursor(cache, every, key0, step, lane)
+                    ring = base + warp * cfg.warp_bytes
+                    self.start(cache, every, key0, step, Int32(cfg.stages), ring, lane, at)
+            tiles = self.splits.tiles_of(lengths, b)
+            each, more = divmod(tiles, by.splits)
+            count = each + (Int32(1) if split < more else Int32(0))
+            if count > 0:
+                piece = Piece(b, head, block * cfg.rows, by.group, split, count, count == tiles, cta, splits)
+                self.attend(m_q, cache, scoring, results, lengths, piece, started, base, tid, lane, warp)
+            else:
+                # The lane: none of its copies is under way when the CTA gives its memory back.
+                cute.arch.cp_async_wait_group(0)
         else:
             self.shared_out(m_q, cache, scoring, results, lengths, shares, by, base, tid, lane, warp, cta)
 
@@ -240,20 +282,24 @@ class Decode:
         # pos + ctas and so on below end.
         b, start, pos, end = Int32(0), Int32(0), Int32(0), Int32(0)
         side, apart, whole = Int32(0), Int32(1), Int32(0)  # head among those in step, how many they are
+        in_step = units  # of a sequence for a CTA to share: of one of the heads in step
         if splits == 0:
             total, _, longest = self.splits.tiles_before(lengths, Int32(0), units)
             whole = self.splits.whole(total, longest, units * m_q.shape[0], by)
             if whole != 0:
                 pos, end, b = cta, units * m_q.shape[0], cta // by.units
             else:
-                apart = together
-                share, side = divmod(cta, by.together)
-                total = total // by.together
+                share = cta
+                if const_expr(not cfg.whole_lines):
+                    apart = together
+                    share, side = divmod(cta, by.together)
+                    total = total // by.together
+                    in_step = units // by.together
                 sharers = self.splits.sharers(total, by)
                 if share < sharers:
                     pos = share_start(total, sharers, share)
                     end = share_start(total, sharers, share + 1)
-                    b, start = self.splits.locate(lengths, pos, units // by.together)
+                    b, start = self.splits.locate(lengths, pos, in_step)
         else:
             unit, split = divmod(cta, by.splits)
             b, unit = divmod(unit, by.units)
@@ -270,13 +316,14 @@ class Decode:
                 tile = pos - start - unit * tiles
                 count = cutlass.min(tiles - tile, end - pos)
             head, block = divmod(unit, by.blocks)
-            head = head * apart + side
-            piece = Piece(b, head, block * cfg.rows, by.group, tile, count, count == tiles, slot)
+            if const_expr(not cfg.whole_lines):
+                head = head * apart + side
+            piece = Piece(b, head, block * cfg.rows, by.group, tile, count, count == tiles, slot, Int32(1))
             self.attend(m_q, cache, scoring, results, lengths, piece, Int32(0), base, tid, lane, warp)
             slot = cta + ctas
             if whole == 0:
                 pos = pos + count
-                if pos == start + tiles * (units // by.together):
+                if pos == start + tiles * in_step:
                     start = pos
                     b = b + 1
             else:
@@ -306,28 +353,35 @@ class Decode:
         ring = base + warp * cfg.warp_bytes
         first, end = self.splits.key_range(lengths, piece.batch)
         keys = Keys(piece.batch, sequence, piece.head, first, end)
-        # Step i of this warp starts at key key0 + i * tile_keys.
+        # Step i of this warp starts at key key0 + i * step.
         key0 = (first // cfg.tile_keys + piece.tile) * cfg.tile_keys + warp * DECODE_KEYS
 
+        # Keys from one step to the next
+        step = Int32(cfg.tile_keys)
+        if const_expr(cfg.fixed):
+            step = piece.apart * cfg.tile_keys
         # Each step is a group of copies, an empty one past the last: so step i is always group i.
         page = self.loads.page_of(cache, keys, key0, lane)
         at = None
         if const_expr(cfg.lean):
-            at = self.loads.cursor(cache, keys, key0, lane)
+            at = self.loads.cursor(cache, keys, key0, step, lane)
         if const_expr(cfg.early):
             ahead = cfg.stages - 1
-            if (started == 0) | (end < ahead * cfg.tile_keys):
+            last = ahead * cfg.tile_keys  # where the early copies end
+            if const_expr(cfg.fixed):
+                last = (piece.tile + (ahead - 1) * piece.apart + 1) * cfg.tile_keys
+            if (started == 0) | (end < last):
                 # The lane and the warp: no copy of theirs is under way, behind which another one might come.
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.sync_warp()
-                self.start(cache, keys, key0, piece.tiles, ring, lane, at)
+                self.start(cache, keys, key0, step, piece.tiles, ring, lane, at)
             at = self.loads.next(at, ahead)
         else:
             for i in cutlass.range_constexpr(cfg.stages - 1):
                 if i < piece.tiles:
-                    key = key0 + i * cfg.tile_keys
+                    key = key0 + i * step
                     self.loads.fetch(cache, keys, key, page, ring + i * cfg.stage_bytes, lane, at)
-                    page = self.loads.page_of(cache, keys, key + cfg.tile_keys, lane)
+                    page = self.loads.page_of(cache, keys, key + step, lane)
                 cute.arch.cp_async_commit_group()
                 if const_expr(cfg.lean):
                     at = self.loads.next(at)
@@ -339,14 +393,15 @@ class Decode:
             cute.arch.sync_threads()
         rows = self.step.rows_of(scoring, lengths, piece, keys, q, lane)
         state = self.step.new_state()
-        o_factor = Float32(1.0)
-        k_scale, v_scale = [cute.make_rmem_tensor((2, 2), Float32) for _ in range(2)]
+        o_factor = cute.make_rmem_tensor(2, Float32)  # of a thread's rows: what O still wants
+        o_factor.fill(1.0)
+        k_scale, v_scale = [cute.make_rmem_tensor((2, 2, self.step.scale_sets), Float32) for _ in range(2)]
         q_scale = Float32(1.0)
         if const_expr(cfg.query == "e4m3"):
             q_scale = scoring.q_scale[piece.batch, piece.head]
         if const_expr(cfg.scales == "head"):
             k_scale.fill(cache.k_scale[piece.batch, piece.head] * q_scale)
-            o_factor = cache.v_scale[piece.batch, piece.head]
+            o_factor.fill(cache.v_scale[piece.batch, piece.head])
 
         # Offsets in the ring of the stage that is computed on, and of the one that is filled meanwhile.
         stage, ahead = Int32(0), Int32((cfg.stages - 1) * cfg.stage_bytes)
@@ -362,23 +417,27 @@ class Decode:
             # i - 1, which is filled next.
             cute.arch.sync_warp()
             if i + (cfg.stages - 1) < piece.tiles:
-                key = key0 + (i + (cfg.stages - 1)) * cfg.tile_keys
+                key = key0 + (i + (cfg.stages - 1)) * step
                 self.loads.fetch(cache, keys, key, page, ring + ahead, own, at)
-                page = self.loads.page_of(cache, keys, key + cfg.tile_keys, own)
+                page = self.loads.page_of(cache, keys, key + step, own)
             cute.arch.cp_async_commit_group()
             if const_expr(cfg.lean):
                 at = self.loads.next(at)
             place = ring + stage
             place_v = place + DECODE_KEYS * cfg.k_pitch
             if const_expr(cfg.token_scales):
-                self.loads.read_scales(place_v, k_scale, v_scale, own)
+                for h in cutlass.range_constexpr(self.step.scale_sets):
+                    scales = place_v + DECODE_KEYS * cfg.v_pitch
+                    if const_expr(cfg.heads == 2):
+                        scales = scales + rows.side[h] * (8 * DECODE_KEYS)
+                    self.loads.read_scales(scales, k_scale[None, None, h], v_scale[None, None, h], own)
                 if const_expr(cfg.query == "e4m3"):
                     for j in cutlass.range_constexpr(2):
                         for e in cutlass.range_constexpr(2):
-                            k_scale[e, j] = k_scale[e, j] * q_scale
+                            k_scale[e, j, 0] = k_scale[e, j, 0] * q_scale
             s = cute.make_rmem_tensor((4, 2, cfg.m_tiles), Float32)
             self.step.scores(q, place, own, s)
-            self.step.adjust(s, key0 + i * cfg.tile_keys, k_scale, rows, keys, own)
+            self.step.adjust(s, key0 + i * step, k_scale, rows, keys, own)
             self.step.softmax(s, rows, state)
             if const_expr(cfg.token_scales):
                 self.step.scale_p(s, v_scale, state)
@@ -390,25 +449,31 @@ class Decode:
         # The warp: no lane still reads the ring, where O goes now, or what the next piece loads.
         cute.arch.sync_warp()
         if const_expr(cfg.token_scales):
-            o_factor = state.unit_o[0]
-        if const_expr(cfg.whole and cfg.warps == 1 and cfg.fp8):
-            self.gather.alone(state, q, o_factor, results, piece, lane)
-        else:
-            self.gather.leave(state, q, o_factor, ring, lane)
-            # All threads: every warp has left its part, of which each thread reads some.
-            cute.arch.sync_threads()
-            self.gather.add_up(base, results, piece, tid)
-            # All threads: the parts, and Q, are read; the next piece may fill rings and store its Q.
-            cute.arch.sync_threads()
+            for h in cutlass.range_constexpr(2):
+                o_factor[h] = state.unit_o[self.step.scale_set(h)]
+        self.gather.leave(state, rows, q, o_factor, ring, lane)
+        # All threads: every warp has left its part, of which each thread reads some.
+        cute.arch.sync_threads()
+        self.gather.add_up(base, results, piece, tid)
+        # All threads: the parts, and Q, are read; the next piece may fill rings and store its Q.
+        cute.arch.sync_threads()
 
     @cute.jit
     def start(
-        self, cache: Cache, keys: Keys, key0: Int32, tiles: Int32, ring: Int32, lane: Int32, at: Cursor
+        self,
+        cache: Cache,
+        keys: Keys,
+        key0: Int32,
+        step: Int32,
+        tiles: Int32,
+        ring: Int32,
+        lane: Int32,
+        at: Cursor,
     ):
         """Starts the copies of as many steps as the ring holds ahead, of `tiles` at most; with `lean`."""
         cfg = self.cfg
         for i in cutlass.range_constexpr(cfg.stages - 1):
-            key = key0 + i * cfg.tile_keys
+            key = key0 + i * step
             if i < tiles:
                 self.loads.fetch(cache, keys, key, Int32(0), ring + i * cfg.stage_bytes, lane, at)
             cute.arch.cp_async_commit_group()

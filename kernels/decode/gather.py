@@ -14,7 +14,7 @@ from ..config import DecodeConfig
 from .combine import Results, finish, row_of
 from .queries import Query
 from .split import Piece
-from .step import State
+from .step import Rows, State
 
 
 class Gather:
@@ -24,10 +24,27 @@ class Gather:
         self.cfg = cfg
 
     @cute.jit
-    def leave(self, state: State, q: Query, o_factor: Float32, place: Int32, lane: Int32):
+    def own_column(
+        self,
+        state: State,
+        rows: Rows,
+        i: cutlass.Constexpr,
+        n: cutlass.Constexpr,
+        h: cutlass.Constexpr,
+        mt: cutlass.Constexpr,
+    ) -> Float32:
+        """Element i of C fragment n of a thread's row in half h: of the n that its head has, if it is one of a pair."""
+        value = state.o[i, n, mt]
+        if const_expr(self.cfg.heads == 2):
+            other = state.o[i, n + self.cfg.n_tiles // 2, mt]
+            value = value if rows.side[h] == 0 else other
+        return value
+
+    @cute.jit
+    def leave(self, state: State, rows: Rows, q: Query, o_factor: cute.Tensor, place: Int32, lane: Int32):
         """O, maxima and sums of a warp to its part of shared memory, at `place`: O (rows, o_pitch), then (rows, 2).
 
-        o_factor  that O still wants; e4m3
+        o_factor  (2,) float32: what O of a thread's rows still wants; e4m3
         """
         cfg = self.cfg
         maximum, total, o = state.maximum, state.total, state.o
@@ -53,11 +70,10 @@ class Gather:
                     left_ml[row, 0] = top
                     left_ml[row, 1] = row_sum
                 if const_expr(cfg.fp8):
-                    for c in cutlass.range_constexpr(cfg.n_tiles // 2):
-                        left[row, 16 * c + 4 * quad] = o[2 * h, 2 * c, mt] * o_factor
-                        left[row, 16 * c + 4 * quad + 1] = o[2 * h, 2 * c + 1, mt] * o_factor
-                        left[row, 16 * c + 4 * quad + 2] = o[2 * h + 1, 2 * c, mt] * o_factor
-                        left[row, 16 * c + 4 * quad + 3] = o[2 * h + 1, 2 * c + 1, mt] * o_factor
+                    for c in cutlass.range_constexpr(cfg.head_dim_v // 16):
+                        for i in cutlass.range_constexpr(4):
+                            x = self.own_column(state, rows, 2 * h + i // 2, 2 * c + i % 2, h, mt)
+                            left[row, 16 * c + 4 * quad + i] = x * o_factor[h]
                 else:
                     for n in cutlass.range_constexpr(cfg.n_tiles):
                         left[row, 8 * n + 2 * quad] = o[2 * h, n, mt]
@@ -118,24 +134,3 @@ class Gather:
                     if column == 0:
                         results.partial_ml[piece.slot, row, 0] = top
                         results.partial_ml[piece.slot, row, 1] = total
-
-    @cute.jit
-    def alone(self, state: State, q: Query, o_factor: Float32, results: Results, piece: Piece, lane: Int32):
-        """`leave` and `add_up` of a CTA of one warp with whole units of codes: its lanes have four columns side by
-        side."""
-        cfg = self.cfg
-        packed = results.out.shape[1] * piece.group.divisor
-        for mt in cutlass.range_constexpr(cfg.m_tiles):
-            for h in cutlass.range_constexpr(cfg.halves):
-                row = 16 * mt + 8 * h + lane // 4
-                total = quad_sum(state.total[h, mt])
-                top = state.maximum[h, mt]
-                if const_expr(not cfg.adjusted):
-                    top = top * q.unit[h, mt]  # in units that all rows share
-                if piece.row0 + row < packed:
-                    at = row_of(piece.batch, piece.head, piece.row0 + row, piece.group)
-                    o = cute.make_rmem_tensor(4, Float32)
-                    for c in cutlass.range_constexpr(cfg.n_tiles // 2):
-                        for i in cutlass.range_constexpr(4):
-                            o[i] = state.o[2 * h + i // 2, 2 * c + i % 2, mt] * o_factor
-                        finish(cfg, results, at, 16 * c + 4 * (lane % 4), top, total, o)

@@ -1,10 +1,13 @@
 """Copies of K, V and their scales from a cache to a warp's ring in shared memory.
 
 A warp copies what it alone reads, by cp.async: keys key0 to key0 + 15 of one step into one stage of its ring, K, then
-V, then, with a scale for each token, 16 scales of K and 16 of V. The caller commits the copies of a step as a group
-and waits for it (attend.py).
+V, then, with a scale for each token, 16 scales of K and 16 of V, of both heads of a pair. The caller commits the copies
+of a step as a group and waits for it (attend.py).
 
 Of slots outside of [first, end) the copy writes zeros and reads nothing, nor is their page number read.
+
+In shared memory piece c of 16 bytes of row r lies where piece c ^ turn(r) would: among `turned_pieces` of them
+(config/caches.py), so that lines of memory stay lines, and one piece of eight rows is in eight places of a line.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from ..common.warp import copy_4_bytes_or_zeros, copy_16_bytes_or_zeros
+from ..common.warp import copy_4_bytes_or_zeros, copy_16_bytes_or_zeros, opaque
 from ..config import DECODE_KEYS, DecodeConfig
+from ..config.caches import turned_pieces
 
 
 class Cache(NamedTuple):
@@ -35,7 +39,7 @@ class Keys(NamedTuple):
 
     batch: Int32  # of the queries: row of the block table
     sequence: Int32  # of the cache, where that is not paged
-    head: Int32  # of K and V
+    head: Int32  # of K and V, or a pair of them
     first: Int32
     end: Int32
 
@@ -49,12 +53,36 @@ class Cursor(NamedTuple):
     k_step: Int64
     v_step: Int64
     scale_step: Int64
+    scale_apart: Int64  # from a scale to that of the other head of a pair
 
 
 @cute.jit
 def inside(key: Int32, first: Int32, end: Int32):
-    """Whether first <= key < end, by one comparison."""
-    return Uint32(key - first) < Uint32(cutlass.max(end - first, 0))
+    """Whether first <= key < end, by one comparison. The compiler may not know what is compared: with fixed shares it
+    took the difference for one that is never negative, and compared with a sign."""
+    return opaque(Uint32(key - first)) < Uint32(cutlass.max(end - first, 0))
+
+
+def turn(row, chunks: int):
+    """By which the pieces of a row of `chunks` pieces are exchanged: 0 to turned_pieces - 1."""
+    among = turned_pieces(chunks)
+    return (row if among == 8 else row >> 1) & (among - 1)  # two rows of 64 bytes share a line
+
+
+def place_of(row, column, pitch: int, chunks: int):
+    """Bytes from the first row of a tile to piece `column` of row `row`."""
+    return row * pitch + 16 * (column ^ turn(row, chunks))
+
+
+def turned(place: Int32, by: int) -> Int32:
+    """The place of the piece with number c ^ by in the row of piece c, which is at `place`; by < turned_pieces."""
+    return place ^ (16 * by) if by else place
+
+
+def piece_from(place: Int32, count: int, chunks: int) -> Int32:
+    """The place of piece c + count in the row of piece c, which is at `place`, if no bit of count is set in c."""
+    near = count % turned_pieces(chunks)
+    return turned(place, near) + 16 * (count - near)
 
 
 class Loads:
@@ -91,7 +119,10 @@ class Loads:
             self.go_on_rows(cache.v, cfg.v_chunks, cfg.v_pitch, keys, key0, at.v, stage_v, lane)
             if const_expr(cfg.token_scales):
                 size = 4 if inside(key0 + lane % DECODE_KEYS, keys.first, keys.end) else 0
-                copy_4_bytes_or_zeros(stage_v + DECODE_KEYS * cfg.v_pitch + 4 * lane, at.scale, size)
+                target = stage_v + DECODE_KEYS * cfg.v_pitch + 4 * lane
+                copy_4_bytes_or_zeros(target, at.scale, size)
+                if const_expr(cfg.heads == 2):
+                    copy_4_bytes_or_zeros(target + 8 * DECODE_KEYS, at.scale + at.scale_apart, size)
         else:
             self.fetch_rows(cache.k, cfg.k_chunks, cfg.k_pitch, keys, key0, page, stage, lane)
             self.fetch_rows(cache.v, cfg.v_chunks, cfg.v_pitch, keys, key0, page, stage_v, lane)
@@ -99,25 +130,30 @@ class Loads:
                 self.fetch_scales(cache, keys, key0, page, stage_v + DECODE_KEYS * cfg.v_pitch, lane)
 
     @cute.jit
-    def cursor(self, cache: Cache, keys: Keys, key0: Int32, lane: Int32) -> Cursor:
-        """Of the step at key0, where no page is looked up and lanes take whole rows (`lean`)."""
-        found = []
+    def cursor(self, cache: Cache, keys: Keys, key0: Int32, step: Int32, lane: Int32) -> Cursor:
+        """Of the step at key0, with the next one `step` keys further, where no page is looked up and lanes take whole
+        rows (`lean`)."""
+        found, heads = [], self.cfg.heads
         for m_x, chunks in ((cache.k, self.cfg.k_chunks), (cache.v, self.cfg.v_chunks)):
             size, strides = self.cfg.element_bytes, m_x.stride
             row = Int64(keys.sequence) * strides[0] + Int64(key0 + lane // chunks) * strides[1]
-            offset = (row + Int64(keys.head) * strides[2]) * size + 16 * (lane % chunks)
-            found.append((m_x.iterator.toint() + offset, Int64(self.cfg.tile_keys * size) * strides[1]))
-        scale, scale_step = Int64(0), Int64(0)
+            # Of a pair a lane's piece is of the head that has it, wherever that lies.
+            head, piece = keys.head * heads + lane % chunks // (chunks // heads), lane % (chunks // heads)
+            offset = (row + Int64(head) * strides[2]) * size + 16 * piece
+            found.append((m_x.iterator.toint() + offset, Int64(step * size) * strides[1]))
+        scale, scale_step, apart = Int64(0), Int64(0), Int64(0)
         if const_expr(self.cfg.token_scales):
             of_k, of_v = cache.k_scale, cache.v_scale
             from_k, from_v = of_k.iterator.toint(), of_v.iterator.toint()
             is_k = lane < DECODE_KEYS
             place = Int64(keys.sequence) * (of_k.stride[0] if is_k else of_v.stride[0])
             near = of_k.stride[1] if is_k else of_v.stride[1]
-            place = place + Int64(keys.head) * (of_k.stride[2] if is_k else of_v.stride[2])
+            far = of_k.stride[2] if is_k else of_v.stride[2]
+            place = place + Int64(keys.head * heads) * far
+            apart = Int64(4) * far
             scale = (from_k if is_k else from_v) + 4 * (place + Int64(key0 + lane % DECODE_KEYS) * near)
-            scale_step = Int64(4 * self.cfg.tile_keys) * near
-        return Cursor(found[0][0], found[1][0], scale, found[0][1], found[1][1], scale_step)
+            scale_step = Int64(4 * step) * near
+        return Cursor(found[0][0], found[1][0], scale, found[0][1], found[1][1], scale_step, apart)
 
     @cute.jit
     def next(self, at: Cursor, steps: cutlass.Constexpr = 1) -> Cursor:
@@ -129,6 +165,7 @@ class Loads:
             at.k_step,
             at.v_step,
             at.scale_step,
+            at.scale_apart,
         )
 
     @cute.jit
@@ -147,10 +184,11 @@ class Loads:
         apart = 32 // chunks
         further = Int64(apart * self.cfg.element_bytes) * m_x.stride[1]
         row = lane // chunks
-        place = target + row * pitch + 16 * (lane % chunks)
+        place = target + place_of(row, lane % chunks, pitch, chunks)
         for i in cutlass.range_constexpr(DECODE_KEYS // apart):
             size = 16 if inside(key0 + row + apart * i, keys.first, keys.end) else 0
-            copy_16_bytes_or_zeros(place + apart * i * pitch, source, size)
+            # row < apart, a power of two: what turns the sum of the rows is what turns one and then the other.
+            copy_16_bytes_or_zeros(turned(place, turn(apart * i, chunks)) + apart * i * pitch, source, size)
             source = source + further
 
     @cute.jit
@@ -199,7 +237,7 @@ class Loads:
                 source = base + Int64(row) * row_bytes + 16 * column
             key = key0 + row
             size = 16 if (key < keys.end) & (key >= keys.first) else 0
-            place = target + row * pitch + 16 * column
+            place = target + place_of(row, column, pitch, chunks)
             if const_expr(32 * (i + 1) <= pieces):
                 copy_16_bytes_or_zeros(place, source, size)
             elif piece < pieces:
@@ -231,13 +269,14 @@ class Loads:
         copy_4_bytes_or_zeros(target + 4 * lane, source, 4 if (key < keys.end) & (key >= keys.first) else 0)
 
     @cute.jit
-    def read_scales(self, stage_v: Int32, k_scale: cute.Tensor, v_scale: cute.Tensor, lane: Int32):
-        """A step's scales from shared memory to registers, (2, 2) each: of this thread's two keys in either half.
+    def read_scales(self, place: Int32, k_scale: cute.Tensor, v_scale: cute.Tensor, lane: Int32):
+        """A head's scales of a step from shared memory to registers, (2, 2) each: of this thread's two keys in either
+        half.
 
-        stage_v  shared address of the stage's V, behind which they lie
+        place  their shared address
         """
         for j in cutlass.range_constexpr(2):
-            at = stage_v + DECODE_KEYS * self.cfg.v_pitch + 4 * (8 * j + 2 * (lane % 4))
+            at = place + 4 * (8 * j + 2 * (lane % 4))
             for x, offset in ((k_scale, 0), (v_scale, 4 * DECODE_KEYS)):
                 source = cute.make_ptr(Float32, at + offset, cute.AddressSpace.smem, assumed_align=8)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), x[None, j])

@@ -2,7 +2,8 @@
 
 Every warp has all rows of the CTA. For a 16-bit cache a fragment has the elements as they lie. For one of e4m3 lane q
 of four takes columns 4q .. 4q + 3 of each 16, the order in which K's codes are loaded, and Q is rounded to fp16 with a
-power of two for each row, which `Query.unit` undoes. Codes of an e4m3 Q become fp16 exactly, without one.
+power of two for each row, which `Query.unit` undoes. Codes of an e4m3 Q become fp16 exactly, without one. Of a pair of
+heads a row has zeros in the columns of the head that is not its own.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ class Queries:
                             codes = cute.make_tensor(at, cute.make_layout(1))[0]
                             q_frag[h, s, mt], q_frag[2 + h, s, mt] = e4m3_to_fp16(codes)
                     elif const_expr(cfg.fp8):
-                        for s in cutlass.range_constexpr(cfg.k_steps):
+                        side = Int32(0)
+                        if const_expr(cfg.heads == 2):
+                            side = Int32(1) if rest >= group.divisor // 2 else Int32(0)
+                        for s in cutlass.range_constexpr(cfg.k_steps // cfg.heads):
                             words = cute.make_rmem_tensor(2, Uint32)
                             at = cute.make_ptr(
                                 Uint32,
@@ -72,7 +76,13 @@ class Queries:
                                 assumed_align=8,
                             )
                             cute.autovec_copy(cute.make_tensor(at, cute.make_layout(2)), words)
-                            q_frag[h, s, mt], q_frag[2 + h, s, mt] = words[0], words[1]
+                            if const_expr(cfg.heads == 2):
+                                for half in cutlass.range_constexpr(2):
+                                    to = s + half * (cfg.k_steps // 2)
+                                    q_frag[h, to, mt] = words[0] if side == half else Uint32(0)
+                                    q_frag[2 + h, to, mt] = words[1] if side == half else Uint32(0)
+                            else:
+                                q_frag[h, s, mt], q_frag[2 + h, s, mt] = words[0], words[1]
                     else:
                         for s in cutlass.range_constexpr(cfg.k_steps):
                             for half in cutlass.range_constexpr(2):

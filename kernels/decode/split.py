@@ -6,7 +6,8 @@ all units are numbered in a row: those of a unit are neighbours, so are the unit
 
 *Balanced* (splits == 0): of `total` tiles each CTA takes an equal share, whatever unit they are of. A CTA so has
 *pieces*: the end of one unit, whole units, the start of another one. *Fixed* (splits > 0): CTA i takes share
-i % splits of unit i // splits.
+i % splits of unit i // splits. With `DecodeConfig.fixed` share s has tiles s, s + splits and so on: where it begins
+hangs on no length, and CTAs of a unit read side by side what lies side by side. Else shares are of neighbouring tiles.
 
 *Whole*: where rounds of whole units, CTA i with unit i, i + ctas and so on, last no longer than an equal share and a
 sixteenth, balanced work is done in these, for then there is nothing to combine.
@@ -18,6 +19,9 @@ whole units and fixed splits neighbours run at about the same time as they are.
 
 A piece that is a whole unit becomes output at once. Any other leaves O, maximum and sum of its rows in a slot, for the
 combining kernel (combine.py): slot i for the first piece of CTA i, ctas + i for another one, which is its last.
+
+*Pairs* (`DecodeConfig.heads` 2): what is called a key head here is two neighbouring ones, and their query heads are
+its group.
 
 cute_attn/decode_plan.py has the same in Python.
 """
@@ -80,7 +84,8 @@ class Divisors(NamedTuple):
 
 @cute.jit
 def divisors_of(seqlen_q: Int32, heads_q: Int32, heads_k: Int32, shares: Shares, rows: cutlass.Constexpr):
-    """`Divisors` of a call with `rows` packed rows a unit."""
+    """`Divisors` of a call with `rows` packed rows a unit. heads_k: pairs of them with `DecodeConfig.heads` 2, as
+    everywhere else in this file."""
     group = heads_q // heads_k
     blocks = (seqlen_q * group + (rows - 1)) // rows
     divisor = cute.FastDivmodDivisorV2
@@ -96,7 +101,7 @@ def divisors_of(seqlen_q: Int32, heads_q: Int32, heads_k: Int32, shares: Shares,
 
 
 class Piece(NamedTuple):
-    """Neighbouring tiles of one unit, for one CTA."""
+    """Tiles of one unit, for one CTA."""
 
     batch: Int32
     head: Int32  # of K and V
@@ -106,6 +111,7 @@ class Piece(NamedTuple):
     tiles: Int32  # how many
     whole: cutlass.Boolean  # these are all of the unit
     slot: Int32  # of the workspace, if they are not
+    apart: Int32  # from one tile to the next, more than 1 with `fixed` only
 
 
 class Splits:

@@ -28,7 +28,7 @@ from ..common.warp import (
     quad_max,
 )
 from ..config import DecodeConfig
-from .loads import Keys, inside
+from .loads import Keys, inside, piece_from, place_of
 from .queries import Queries, Query
 from .split import Lengths, Piece
 
@@ -56,6 +56,7 @@ class Rows(NamedTuple):
     position: cute.Tensor  # int32: slot of the query's own key
     left: Int32  # keys before and behind it that the query sees
     right: Int32
+    side: cute.Tensor  # (2,) int32, set for a pair of heads only: which of them a row is of
 
 
 class State(NamedTuple):
@@ -65,7 +66,7 @@ class State(NamedTuple):
     total: cute.Tensor  # this thread's part of the sum of P
     rescale: cute.Tensor  # by which O and the sum of earlier steps change
     o: cute.Tensor  # (4, n_tiles, m_tiles): C fragments
-    unit_o: cute.Tensor  # (2,), R in the first: O counts in it where each token has a scale
+    unit_o: cute.Tensor  # (scale_sets,): R, in which O counts where each token has a scale
 
 
 class Step:
@@ -75,6 +76,12 @@ class Step:
         self.cfg = cfg
         self.queries = Queries(cfg)
         self.product = "fp16" if cfg.fp8 else cfg.dtype  # elements of the products
+        # Scales of keys that a thread has: of a pair of heads those of each of its rows, else the same for all
+        self.scale_sets = cfg.halves if cfg.heads == 2 else 1
+
+    def scale_set(self, h: int) -> int:
+        """The set of the rows h of a thread."""
+        return min(h, self.scale_sets - 1)
 
     @cute.jit
     def rows_of(
@@ -85,10 +92,14 @@ class Step:
         group = piece.group
         factor, slope = [cute.make_rmem_tensor((2, cfg.m_tiles), Float32) for _ in range(2)]
         position = cute.make_rmem_tensor((2, cfg.m_tiles), Int32)
+        side = cute.make_rmem_tensor(2, Int32)
+        side.fill(0)
         for mt in cutlass.range_constexpr(cfg.m_tiles):
             for h in cutlass.range_constexpr(cfg.halves):
                 row = piece.row0 + 16 * mt + 8 * h + lane // 4
                 query = cutlass.min(row // group, lengths.seqlen_q - 1)
+                if const_expr(cfg.heads == 2):
+                    side[h] = Int32(1) if row % group >= group.divisor // 2 else Int32(0)
                 position[h, mt] = query + keys.end - lengths.seqlen_q
                 factor[h, mt] = scoring.scale
                 if const_expr(cfg.fp8):
@@ -99,7 +110,7 @@ class Step:
                     head_q = piece.head * group.divisor + row % group
                     slope[h, mt] = scoring.slopes[piece.batch, head_q] * Float32(LOG2_E)
         return Rows(
-            factor, scoring.softcap_factor, scoring.scale, slope, position, lengths.left, scoring.right
+            factor, scoring.softcap_factor, scoring.scale, slope, position, lengths.left, scoring.right, side
         )
 
     @cute.jit
@@ -111,7 +122,7 @@ class Step:
         total.fill(0.0)
         o = cute.make_rmem_tensor((4, cfg.n_tiles, cfg.m_tiles), Float32)
         o.fill(0.0)
-        unit_o = cute.make_rmem_tensor(2, Float32)
+        unit_o = cute.make_rmem_tensor(self.scale_sets, Float32)
         unit_o.fill(SMALLEST_UNIT)
         return State(maximum, total, rescale, o, unit_o)
 
@@ -128,10 +139,11 @@ class Step:
         for other in sums[1:]:
             other.fill(0.0)
         # Matrices of a load: keys 0 to 7 and 8 to 15, of each two pieces of 16 bytes.
-        address = stage + (lane // 16 * 8 + lane % 8) * cfg.k_pitch + lane // 8 % 2 * 16
+        row = lane // 16 * 8 + lane % 8
+        address = stage + place_of(row, lane // 8 % 2, cfg.k_pitch, cfg.k_chunks)
         if const_expr(cfg.fp8):
             for pair in cutlass.range_constexpr(-(-cfg.k_steps // 2)):
-                words = load_matrices(address + 32 * pair)
+                words = load_matrices(piece_from(address, 2 * pair, cfg.k_chunks))
                 for i in cutlass.range_constexpr(2):
                     step = 2 * pair + i
                     if const_expr(step < cfg.k_steps):
@@ -144,7 +156,7 @@ class Step:
                                 )
         else:
             for step in cutlass.range_constexpr(cfg.k_steps):
-                words = load_matrices(address + 32 * step)
+                words = load_matrices(piece_from(address, 2 * step, cfg.k_chunks))
                 a = [self.queries.fragment(q, step, mt, lane) for mt in range(cfg.m_tiles)]
                 for j in cutlass.range_constexpr(2):
                     b0, b1 = words[2 * j], words[2 * j + 1]
@@ -162,10 +174,10 @@ class Step:
     def adjust(self, s: cute.Tensor, key0: Int32, k_scale: cute.Tensor, rows: Rows, keys: Keys, lane: Int32):
         """Scales, softcap, ALiBi and mask of a step's scores, in place.
 
-        k_scale  (2, 2): of this thread's two keys in either half of the step; e4m3
+        k_scale  (2, 2, scale_sets): of this thread's two keys in either half of the step; e4m3
         """
         cfg = self.cfg
-        factor, softcap_factor, scale, slope, position, left, right = rows
+        factor, softcap_factor, scale, slope, position, left, right, _ = rows
         column = key0 + 2 * (lane % 4)  # key of element 0; element i of half j is 8 j + i % 2 on
         for mt in cutlass.range_constexpr(cfg.m_tiles):
             for h in cutlass.range_constexpr(cfg.halves):
@@ -178,7 +190,7 @@ class Step:
                     for e in cutlass.range_constexpr(2):
                         x = s[2 * h + e, j, mt]
                         if const_expr(cfg.fp8):
-                            x = x * k_scale[e, j]
+                            x = x * k_scale[e, j, self.scale_set(h)]
                         if const_expr(cfg.softcap):
                             # tanh(x) = 1 - 2 / (1 + e^2x): the hardware's tanh is 11 bits, which softcap would multiply
                             grown = x * softcap_factor
@@ -225,25 +237,30 @@ class Step:
 
     @cute.jit
     def scale_p(self, p: cute.Tensor, v_scale: cute.Tensor, state: State):
-        """P times the scales of V over R, in place; R and `rescale`, that of O, follow. v_scale is (2, 2)."""
+        """P times the scales of V over R, in place; R and `rescale`, that of O, follow.
+
+        v_scale  (2, 2, scale_sets)
+        """
         cfg = self.cfg
         unit_o, rescale = state.unit_o, state.rescale
-        top = unit_o[0]
-        for j in cutlass.range_constexpr(2):
-            for e in cutlass.range_constexpr(2):
-                top = cute.arch.fmax(top, cute.arch.fmax(v_scale[e, j], -v_scale[e, j]))
-        top = quad_max(top)
-        # Rounded up to a power of two; one that is infinite or nearly so is taken for 2^126
-        exponent = cutlass.min((top.bitcast(Int32) + Int32(0x7FFFFF)) >> 23, 253)
-        inverse = power_of_two(254 - exponent)
-        shrink = unit_o[0] * inverse
-        unit_o[0] = power_of_two(exponent)
-        for mt in cutlass.range_constexpr(cfg.m_tiles):
-            for h in cutlass.range_constexpr(cfg.halves):
-                rescale[h, mt] = rescale[h, mt] * shrink
-                for j in cutlass.range_constexpr(2):
-                    for e in cutlass.range_constexpr(2):
-                        p[2 * h + e, j, mt] = p[2 * h + e, j, mt] * (v_scale[e, j] * inverse)
+        for i in cutlass.range_constexpr(self.scale_sets):
+            top = unit_o[i]
+            for j in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(2):
+                    top = cute.arch.fmax(top, cute.arch.fmax(v_scale[e, j, i], -v_scale[e, j, i]))
+            top = quad_max(top)
+            # Rounded up to a power of two; one that is infinite or nearly so is taken for 2^126
+            exponent = cutlass.min((top.bitcast(Int32) + Int32(0x7FFFFF)) >> 23, 253)
+            inverse = power_of_two(254 - exponent)
+            shrink = unit_o[i] * inverse
+            unit_o[i] = power_of_two(exponent)
+            for mt in cutlass.range_constexpr(cfg.m_tiles):
+                for h in cutlass.range_constexpr(cfg.halves):
+                    if const_expr(self.scale_set(h) == i):
+                        rescale[h, mt] = rescale[h, mt] * shrink
+                        for j in cutlass.range_constexpr(2):
+                            for e in cutlass.range_constexpr(2):
+                                p[2 * h + e, j, mt] = p[2 * h + e, j, mt] * (v_scale[e, j, i] * inverse)
 
     @cute.jit
     def accumulate(self, p: cute.Tensor, state: State, stage_v: Int32, lane: Int32):
@@ -270,9 +287,9 @@ class Step:
                 for h in cutlass.range_constexpr(cfg.halves):
                     words[2 * j + h, mt] = pair(p[2 * h, j, mt], p[2 * h + 1, j, mt])
         # Matrices of a load: keys 0 to 7 and 8 to 15 of a piece of 16 bytes, then of the next piece.
-        address = stage_v + lane % 16 * cfg.v_pitch + lane // 16 * 16
+        address = stage_v + place_of(lane % 16, lane // 16, cfg.v_pitch, cfg.v_chunks)
         for c in cutlass.range_constexpr(0, cfg.v_chunks, 2):
-            loaded = load_matrices_transposed(address + 16 * c)
+            loaded = load_matrices_transposed(piece_from(address, c, cfg.v_chunks))
             for i in cutlass.range_constexpr(2):
                 if const_expr(c + i < cfg.v_chunks):
                     if const_expr(cfg.fp8):
