@@ -609,7 +609,11 @@ def _chosen16(
                 configs[dataclasses.replace(config, pack_gqa=group, cluster=cluster)] = None
         if backward:
             options.pop("sinks", None)  # which need no kernel of their own
-            ends = (plan16.LONG_QUERIES_BACKWARD - 1, plan16.LONG_QUERIES_BACKWARD)
+            ends = (
+                plan16.SHORT_QUERIES_BACKWARD,
+                plan16.LONG_QUERIES_BACKWARD - 1,
+                plan16.LONG_QUERIES_BACKWARD,
+            )
             for unlike, seqlen_q in itertools.product((False, True) if varlen else (False,), ends):
                 back = plan16.backward16_config(
                     head_dim, head_dim_v, dtype, **options, varlen=unlike, seqlen_q=seqlen_q
