@@ -96,8 +96,8 @@ class BwdPrologue:
         count = cfg.tile_m * cfg.qk_columns // 4
         if const_expr(cfg.clears_ahead):
             count = Int32(count) if batch * heads + head < clear_heads else Int32(0)
-            if (block == 0) & (tid == 0):
-                m_turns[batch, head, 0, 0] = Int32(0)
+            if (block == 0) & (tid < cfg.dq_parts):
+                m_turns[batch, head, 0, tid] = Int32(0)
         if const_expr(cfg.varlen):
             _, first, left = block_of_slot(block, lengths[0], slot_shift(cfg.tile_m))
             end = first + left

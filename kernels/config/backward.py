@@ -34,6 +34,8 @@ class Bwd16Config:
     dq_direct: bool = False  # dQ goes to memory from registers, not through shared memory
     deterministic: bool = False  # key tiles add to dQ in their order
     varlen: bool = False  # sequences of unlike length, their rows behind one another
+    # CTAs, one an SM, take key tiles by a count in memory, and load for the next one while this one ends
+    persistent: bool = False
     consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
     producer_regs: int = 24
 
@@ -101,16 +103,28 @@ class Bwd16Config:
         return not (self.dq_direct or self.varlen or self.deterministic) and self.consumer_warpgroups < 3
 
     @property
+    def out_stages(self) -> int:
+        """Buffers of dK and dV beside K and V, where these are loaded for the next tile while dK and dV leave: with
+        one, dV waits for dK to have left."""
+        if not self.persistent:
+            return 0
+        return 2 if self._smem_bytes(2) <= SMEM_LIMIT else 1
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA: 1 KiB of barriers and alignment, K, V, the rings of Q and dO with their rows
-        of lse and D, dS, dQ."""
+        of lse and D, dS, dQ, and with `persistent` dK and dV."""
+        return self._smem_bytes(self.out_stages)
+
+    def _smem_bytes(self, out_stages: int) -> int:
         k, v = (self.tile_n * columns * 2 for columns in (self.qk_columns, self.v_columns))
         q = self.q_stages * self.tile_m * self.qk_columns * 2
         do = self.do_stages * self.tile_m * self.v_columns * 2
         ds = self.ds_stages * self.tile_m * self.tile_n * 2 * (2 if self.shared_keys else 1)
         dq = 16 if self.dq_direct else self.tile_m * self.qk_columns * 4
         rows = (self.q_stages + self.do_stages) * self.tile_m * 4
-        return aligned_bytes(k, v, q, do, ds, dq, rows)
+        out = (0, max(k, v), k + v)[out_stages]
+        return aligned_bytes(k, v, q, do, ds, dq, out, rows)
 
     @property
     def name(self) -> str:
@@ -119,7 +133,7 @@ class Bwd16Config:
         stages = f"q{self.q_stages}o{self.do_stages}s{self.ds_stages}"
         stages += f"f{self.first_blocks}" * bool(self.first_blocks)
         stages += "_shared" * self.shared_keys + "_direct" * self.dq_direct
-        stages += "_deterministic" * self.deterministic
+        stages += "_deterministic" * self.deterministic + "_persistent" * self.persistent
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
         return (
             f"bwd_sm90_{self.dtype}_{dims_name(self.head_dim, self.head_dim_v)}_{mask}"
@@ -135,6 +149,8 @@ class Bwd16Config:
             raise ValueError(f"dtype must be 'bf16' or 'fp16', got {self.dtype!r}")
         if self.window and self.causal:
             raise ValueError("causal must be False with a window: it is one with right 0")
+        if self.persistent and not self.clears_ahead:
+            raise ValueError("persistent wants clears_ahead")
         if self.tile_n not in (64, 128, 192):
             raise ValueError(f"tile_n must be 64, 128 or 192, got {self.tile_n}")
         if self.tile_m % 16 or not 16 <= self.tile_m <= 128:
