@@ -36,6 +36,9 @@ class Bwd16Config:
     varlen: bool = False  # sequences of unlike length, their rows behind one another
     # CTAs, one an SM, take key tiles by a count in memory, and load for the next one while this one ends
     persistent: bool = False
+    early_keys: bool = (
+        False  # with `persistent`: K and V are given back when dQ of the last step is complete, not dK
+    )
     consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
     producer_regs: int = 24
 
@@ -133,7 +136,11 @@ class Bwd16Config:
         stages = f"q{self.q_stages}o{self.do_stages}s{self.ds_stages}"
         stages += f"f{self.first_blocks}" * bool(self.first_blocks)
         stages += "_shared" * self.shared_keys + "_direct" * self.dq_direct
-        stages += "_deterministic" * self.deterministic + "_persistent" * self.persistent
+        stages += (
+            "_deterministic" * self.deterministic
+            + "_persistent" * self.persistent
+            + "_early" * self.early_keys
+        )
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
         return (
             f"bwd_sm90_{self.dtype}_{dims_name(self.head_dim, self.head_dim_v)}_{mask}"

@@ -19,8 +19,7 @@ Tensors (every stride is dynamic, the last one is 1):
     turns    int32, zeroed. If deterministic, (batch, heads_q, rows / tile_m, consumer warpgroups): how many key tiles
              have added to a part of the sum of dQ. Where `clears_ahead`, (batch, heads_q, 1, consumer warpgroups), of
              which the first entry of the first head of a group counts key tiles whose CTAs have cleared their share of
-             the group's; with `persistent` the second one of the very first head counts the key tiles given out beside
-             the first of each CTA
+             the group's; with `persistent` the second one of the very first head counts the key tiles given out
 
 and of sequences of unlike length (`varlen`; the rows of all behind one another, see common/varlen.py), without a mode
 for the batch in all but slopes
@@ -439,9 +438,10 @@ class Bwd16Main:
     def work_by_count(
         self, order, tiles: Int32, group: Int32, ahead: Int32, loads, stores, layouts, rows, scalars
     ):
-        """With `persistent`: a CTA's key tiles, the first by its own number, the others by a count.
+        """With `persistent`: a CTA's key tiles, given out by a count.
 
-        The producer looks for the next tile when it has issued all loads of one, and tells all other warps with work by
+        So those before a tile belong to CTAs that run, which `await_cleared` relies on, however many CTAs there are room
+        for. The producer looks for the next tile when it has issued all loads of one, and tells all other warps with work by
         a ring of places. Rings go on from tile to tile; K and V have one stage, given back at the end of the last step.
         Other arguments see `work`.
         """
@@ -468,7 +468,9 @@ class Bwd16Main:
             pl.PipelineAsync.create(  # the producer waits for all consumer warps; "full" is that of Q and dO
                 num_stages=1,
                 producer_group=pl.CooperativeGroup(pl.Agent.Thread),
-                consumer_group=pl.CooperativeGroup(pl.Agent.Thread, 4 * cfg.consumer_warpgroups),
+                consumer_group=pl.CooperativeGroup(
+                    pl.Agent.Thread, (128 if cfg.early_keys else 4) * cfg.consumer_warpgroups
+                ),
                 barrier_storage=storage.bar_keys.data_ptr(),
                 defer_sync=True,
             )
@@ -480,8 +482,6 @@ class Bwd16Main:
         if warpgroup == cfg.consumer_warpgroups:
             cute.arch.setmaxregister_decrease(cfg.producer_regs)
             if warp_idx == 4 * cfg.consumer_warpgroups:
-                tile, _, _ = cute.arch.block_idx()
-                ctas, _, _ = cute.arch.grid_dim()
                 counter = m_turns[0, 0, 0, None]
                 counter = cute.make_tensor(counter.iterator + 1, cute.make_layout(1))
                 states = (
@@ -490,6 +490,7 @@ class Bwd16Main:
                     pl.make_pipeline_state(pl.PipelineUserType.Producer, 1),
                 )
                 put = pl.make_pipeline_state(pl.PipelineUserType.Producer, STAGES)
+                tile = cute.arch.shuffle_sync(take_unit(counter), 0)
                 while tile < tiles:
                     n_block, head_k, batch = [
                         cute.arch.make_warp_uniform(x) for x in key_block_coord(tile, order, cfg)
@@ -512,7 +513,7 @@ class Bwd16Main:
                         keys,
                         states,
                     )
-                    tile = ctas + cute.arch.shuffle_sync(take_unit(counter), 0)
+                    tile = cute.arch.shuffle_sync(take_unit(counter), 0)
                 end = (Int32(END), *[Int32(0)] * 6)
                 put_place(end, places, ring, put)
             part = warp_idx - 4 * cfg.consumer_warpgroups - 1
@@ -577,10 +578,14 @@ class Bwd16Main:
                         pipes,
                         states,
                         blocks,
+                        (keys, state_keys, blocks[3] - 1 if h == group - 1 else Int32(-1))
+                        if const_expr(cfg.early_keys)
+                        else None,
                     )
                 if blocks[0] < blocks[3]:  # else no K and V came
-                    with cute.arch.elect_one():
-                        keys.consumer_release(state_keys)  # each warp: no product reads K and V any more
+                    if const_expr(not cfg.early_keys):
+                        with cute.arch.elect_one():
+                            keys.consumer_release(state_keys)  # each warp: no product reads K and V any more
                     state_keys.advance()
                 place = (n_block, head_k, batch, Int32(0), seqlen_q, Int32(0), seqlen_k)
                 self.epilogue((dk, dv), softmax_scale, (s_dk, s_dv), stores, place, Int32(0))
@@ -696,7 +701,7 @@ class Bwd16Main:
     @cute.jit
     def await_cleared(self, tile, group: Int32, ahead: Int32, m_k, m_turns: cute.Tensor):
         """Wait until all shares of the sum of dQ of this CTA's query heads are cleared, by CTAs that started before
-        it and wait for nobody in front of that. Called by one whole warp, whose first thread adds. tile: see above.
+        it, or have taken a tile before this one, and wait for nobody in front of that. Called by one whole warp, whose first thread adds. tile: see above.
         """
         _, head_k, batch = tile
         head = batch * m_k.shape[2] + head_k
