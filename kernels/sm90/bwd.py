@@ -440,10 +440,11 @@ class Bwd16Main:
     ):
         """With `persistent`: a CTA's key tiles, given out by a count.
 
-        So those before a tile belong to CTAs that run, which `await_cleared` relies on, however many CTAs there are room
-        for. The producer looks for the next tile when it has issued all loads of one, and tells all other warps with work by
-        a ring of places. Rings go on from tile to tile; K and V have one stage, given back at the end of the last step.
-        Other arguments see `work`.
+        So the tiles before one belong to CTAs that run, on which `await_cleared` relies, however many CTAs find room.
+        The producer looks for the next tile when it has issued all loads of one, and tells the other warps by a ring
+        of places. The rings of Q and dO go on from tile to tile; K and V have one stage, given back in the last step.
+
+        tiles: of keys, of all heads. Other arguments see `work`.
         """
         cfg = self.cfg
         tile_n, d = cfg.tile_n, cfg.qk_columns
@@ -464,16 +465,15 @@ class Bwd16Main:
         places = storage.places.get_tensor(cute.make_layout((PLACE, STAGES)))
         # warps that read places: consumers, senders, and the one that clears
         ring = place_ring(storage.bar_places.data_ptr(), 5 * cfg.consumer_warpgroups + 1)
-        keys = (
-            pl.PipelineAsync.create(  # the producer waits for all consumer warps; "full" is that of Q and dO
-                num_stages=1,
-                producer_group=pl.CooperativeGroup(pl.Agent.Thread),
-                consumer_group=pl.CooperativeGroup(
-                    pl.Agent.Thread, (128 if cfg.early_keys else 4) * cfg.consumer_warpgroups
-                ),
-                barrier_storage=storage.bar_keys.data_ptr(),
-                defer_sync=True,
-            )
+        # K and V: "empty" alone, at which consumers arrive and the producer waits; "full" are the barriers of Q and dO
+        keys = pl.PipelineAsync.create(
+            num_stages=1,
+            producer_group=pl.CooperativeGroup(pl.Agent.Thread),
+            consumer_group=pl.CooperativeGroup(
+                pl.Agent.Thread, (128 if cfg.early_keys else 4) * cfg.consumer_warpgroups
+            ),
+            barrier_storage=storage.bar_keys.data_ptr(),
+            defer_sync=True,
         )
         pl.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pl.pipeline_init_wait(cluster_shape_mn=(1, 1))  # all threads: mbarriers are written
@@ -701,7 +701,8 @@ class Bwd16Main:
     @cute.jit
     def await_cleared(self, tile, group: Int32, ahead: Int32, m_k, m_turns: cute.Tensor):
         """Wait until all shares of the sum of dQ of this CTA's query heads are cleared, by CTAs that started before
-        it, or have taken a tile before this one, and wait for nobody in front of that. Called by one whole warp, whose first thread adds. tile: see above.
+        it (`persistent`: took their tile before) and wait for nobody in front of that. Called by one whole warp, whose
+        first thread adds. tile: see above.
         """
         _, head_k, batch = tile
         head = batch * m_k.shape[2] + head_k
