@@ -73,8 +73,9 @@ class Backward16:
         self._no_slopes = _zero(device).expand(batch, heads_q)
         self._scalars = (*_factors(softmax_scale, softcap), *_window_ends(window, rows_q, rows_k))
         self._turn = _heads_in_turn(config, heads, heads_q // heads_k * queries)
-        # CTAs at most, which the kernel of Hopper for sequences of one length takes
-        self._ctas = (_sms(device),) if isinstance(config, Bwd16Config) and not config.varlen else ()
+        self._ctas: tuple[int, ...] = ()
+        if isinstance(config, Bwd16Config) and not config.varlen:
+            self._ctas = (_sms(device) if config.persistent else 0,)
 
     def __call__(
         self,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .common import HEAD_DIMS_16BIT, REGISTERS_PER_SM, SMEM_LIMIT, WARPGROUP, aligned_bytes, dims_name
+from .common import (
+    HEAD_DIMS_16BIT,
+    REGISTERS_PER_SM,
+    SMEM_LIMIT,
+    WARPGROUP,
+    aligned_bytes,
+    dims_name,
+    swizzle_columns,
+)
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,11 @@ class Bwd16Config:
         if self.window and self.causal:
             raise ValueError("causal must be False with a window: it is one with right 0")
         if self.persistent and not self.clears_ahead:
-            raise ValueError("persistent wants clears_ahead")
+            raise ValueError(
+                "persistent wants two warpgroups of 64 keys each at most, without dq_direct, deterministic and varlen"
+            )
+        if self.early_keys and not self.persistent:
+            raise ValueError("early_keys wants persistent")
         if self.tile_n not in (64, 128, 192):
             raise ValueError(f"tile_n must be 64, 128 or 192, got {self.tile_n}")
         if self.tile_m % 16 or not 16 <= self.tile_m <= 128:
@@ -191,6 +203,16 @@ class Bwd16Config:
             )
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"shared memory {self.smem_bytes} bytes exceeds {SMEM_LIMIT}")
+        of_k, of_v = (self.qk_columns, self.k_part), (self.v_columns, self.dv_part)
+        if self.out_stages == 1 and (of_k[0], swizzle_columns(of_k[1], 2)) != (
+            of_v[0],
+            swizzle_columns(of_v[1], 2),
+        ):
+            # dV of a warpgroup comes where its dK was, for which no other warpgroup waits
+            raise ValueError(
+                f"persistent with one buffer for dK and dV wants them laid out alike, got head_dim {self.head_dim} and "
+                f"{self.head_dim_v}"
+            )
         regs = WARPGROUP * (self.consumer_regs * self.consumer_warpgroups + self.producer_regs)
         if regs > REGISTERS_PER_SM:
             raise ValueError(f"{regs} registers exceed {REGISTERS_PER_SM}")
