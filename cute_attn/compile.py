@@ -209,7 +209,8 @@ def build(config: KernelConfig, options: str = "") -> Any:
         ]
         if config.varlen:
             args += [integers(ends), integers(ends), integers(cute.sym_int32())]
-        args += [*[cutlass.Float32(1.0)] * 3, *[cutlass.Int32(1)] * (4 if config.varlen else 3)]
+        count = 4 if config.varlen or isinstance(config, Bwd16Config) else 3
+        args += [*[cutlass.Float32(1.0)] * 3, *[cutlass.Int32(1)] * count]
     elif isinstance(config, FwdConfig):
         from cute_attn.kernels.entry import FwdEntry, FwdVarlenEntry
         from cute_attn.kernels.sm90.fwd_8bit import Fwd8bitSm90, Fwd8bitVarlenSm90
@@ -609,7 +610,11 @@ def _chosen16(
                 configs[dataclasses.replace(config, pack_gqa=group, cluster=cluster)] = None
         if backward:
             options.pop("sinks", None)  # which need no kernel of their own
-            ends = (plan16.LONG_QUERIES_BACKWARD - 1, plan16.LONG_QUERIES_BACKWARD)
+            ends = (
+                plan16.SHORT_QUERIES_BACKWARD,
+                plan16.LONG_QUERIES_BACKWARD - 1,
+                plan16.LONG_QUERIES_BACKWARD,
+            )
             for unlike, seqlen_q in itertools.product((False, True) if varlen else (False,), ends):
                 back = plan16.backward16_config(
                     head_dim, head_dim_v, dtype, **options, varlen=unlike, seqlen_q=seqlen_q

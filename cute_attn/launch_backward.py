@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_attn.compile import compile_kernel
 from cute_attn.kernels.config import Bwd16Config, Bwd16Sm80Config
-from cute_attn.launch import _ELEMENTS, LOG2_E, _window_ends, _zero
+from cute_attn.launch import _ELEMENTS, LOG2_E, _sms, _window_ends, _zero
 from cute_attn.launch_varlen import slots
 from cute_attn.memory import new_empty
 
@@ -73,6 +73,9 @@ class Backward16:
         self._no_slopes = _zero(device).expand(batch, heads_q)
         self._scalars = (*_factors(softmax_scale, softcap), *_window_ends(window, rows_q, rows_k))
         self._turn = _heads_in_turn(config, heads, heads_q // heads_k * queries)
+        self._ctas: tuple[int, ...] = ()
+        if isinstance(config, Bwd16Config) and not config.varlen:
+            self._ctas = (_sms(device) if config.persistent else 0,)
 
     def __call__(
         self,
@@ -132,6 +135,7 @@ class Backward16:
             *self._scalars,
             *used,
             self._turn,
+            *self._ctas,
         )
         return dq, dk, dv, lse2, d
 

@@ -38,7 +38,10 @@ SHORT_QUERIES: Final = 2048
 """Queries of a causal sequence up to which a tile of the 16-bit kernel has fewer of them (perf/log.md, run 13)."""
 
 LONG_QUERIES_BACKWARD: Final = 8192
-"""Queries from which a step of the 16-bit backward has more of them under a causal mask, too."""
+"""Queries from which a step of the 16-bit backward has more of them under a causal mask."""
+
+SHORT_QUERIES_BACKWARD: Final = 1024
+"""Queries up to which it has as few without a mask (457 us instead of 497 at 512, 727 instead of 737 at 1,024)."""
 
 _CAUSAL_CLUSTER_BLOCKS: Final = 64
 """Tiles of a head from which clusters pay under a causal mask (perf/log.md, run 21)."""
@@ -215,7 +218,8 @@ def backward16_config(
         dtype: "bf16" or "fp16".
         causal, window, softcap, alibi, deterministic, varlen: as in `Bwd16Config`; causal and window exclude each
             other.
-        seqlen_q: queries of a sequence; read at head_dim 72 to 128 under a causal mask, see `LONG_QUERIES_BACKWARD`.
+        seqlen_q: queries of a sequence; read at head_dim 72 to 128, see `LONG_QUERIES_BACKWARD` and
+            `SHORT_QUERIES_BACKWARD`.
 
     Raises:
         ValueError: a head_dim or dtype for which there is no kernel.
@@ -235,8 +239,9 @@ def backward16_config(
         varlen=varlen,
     )
     columns = max(head_dim, head_dim_v)
-    # causal sequences that are short have a large share of tiles on the diagonal, which waste more if they are wider
-    many = not causal or seqlen_q >= LONG_QUERIES_BACKWARD
+    # causal sequences that are short have a large share of tiles on the diagonal, which waste more if they are wider;
+    # without a mask the last tile of a short one does
+    many = seqlen_q >= LONG_QUERIES_BACKWARD if causal else seqlen_q > SHORT_QUERIES_BACKWARD
     if columns > 128:  # accumulators of 128 keys do not fit, nor dQ beside two stages of Q and dO
         config = dataclasses.replace(config, tile_n=64, shared_keys=True, dq_direct=True, ds_stages=1)
     elif columns <= 64 and not (softcap or alibi):  # whose values beside twice the scores would not fit
@@ -318,6 +323,7 @@ def all_backward16_configs() -> list[Bwd16Config]:
     others += [
         backward16_config(96, 72, "fp16"),
         backward16_config(128, 128, "bf16", causal=True, seqlen_q=LONG_QUERIES_BACKWARD - 1),
+        backward16_config(128, 128, "bf16", seqlen_q=SHORT_QUERIES_BACKWARD),
     ]
     varlen = [
         backward16_config(64, 64, "bf16", varlen=True),

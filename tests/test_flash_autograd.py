@@ -411,10 +411,16 @@ def test_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         # turns of the parts of three query tiles, or counts of heads
         assert at[14].shape == (2, 4, 3 if deterministic else 1, 2)
         assert at[14].dtype == torch.int32 and at[14].is_contiguous()
-        assert at[15:] == (0.5, 2.0 * LOG2_E, 0.5 * LOG2_E, 200, 3, 4)  # all four heads of K fit
+        # all four heads of K fit; not as many CTAs as SMs
+        assert at[15:] == (0.5, 2.0 * LOG2_E, 0.5 * LOG2_E, 200, 3, 4, 0)
         again = backward(q, k, v, out, lse, out, dlse=lse, alibi_slopes=lse[:, :, 0])
         assert seen[-1][6] is lse and seen[-1][7].shape == (2, 4)
         assert not {x.data_ptr() for x in again} & {x.data_ptr() for x in (dq, dk, dv, lse2, d)}
+    monkeypatch.setattr(launch_backward, "_sms", lambda device: 132)
+    config = replace(backward16_config(64, 40, "bf16", causal=True), persistent=True)
+    backward = launch_backward.Backward16(q.shape, v.shape, config, q.device, batch=2, softmax_scale=0.5)
+    backward(q, k, v, out, lse, out)
+    assert seen[-1][14].shape == (2, 4, 1, 2) and seen[-1][20:] == (4, 132)
 
 
 def test_what_the_kernel_cannot_read_is_copied() -> None:
@@ -469,6 +475,13 @@ def test_every_head_dim_has_a_backward() -> None:
         ({"shared_keys": True}, "shared_keys wants a tile of 64 x 64"),
         ({"head_dim": 256}, "dK and dV of head_dim 256 and 128 take 192 registers a thread; allowed: 128"),
         ({"q_stages": 5}, "shared memory 248832 bytes exceeds 232448"),
+        (
+            {"persistent": True, "deterministic": True},
+            "persistent wants two warpgroups of 64 keys each at most",
+        ),
+        ({"persistent": True, "tile_n": 192}, "persistent wants two warpgroups of 64 keys each at most"),
+        ({"persistent": True, "head_dim_v": 96}, "laid out alike, got head_dim 128 and 96"),
+        ({"early_keys": True}, "early_keys wants persistent"),
         ({"consumer_regs": 256}, "68608 registers exceed 65536"),
     ],
 )
@@ -492,6 +505,9 @@ def test_names_tell_configurations_apart() -> None:
         {"deterministic": True},
         {"varlen": True},
         {"first_blocks": 2},
+        {"persistent": True},
+        {"passes_back": True},
+        {"persistent": True, "early_keys": True},
         {"consumer_regs": 232},
     ]
     assert len({replace(good, **changed).name for changed in changes}) == len(changes)

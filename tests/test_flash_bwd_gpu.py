@@ -50,7 +50,8 @@ CASES = (
     (64, 64, BF16, "causal softcap sinks"),
     (64, 64, BF16, "window alibi"),
     (128, 128, BF16, ""),
-    (128, 128, FP16, "deterministic"),
+    (128, 128, FP16, "deterministic long"),
+    (128, 128, FP16, "long"),
     (128, 128, BF16, "causal long"),
     (120, 96, FP16, "causal long deterministic"),
     (128, 128, FP16, "causal sinks"),
@@ -64,7 +65,7 @@ CASES = (
     (256, 256, BF16, "deterministic"),
     (32, 32, BF16, "causal"),
     (40, 72, BF16, "causal"),
-    (96, 80, BF16, ""),
+    (96, 80, BF16, "long"),
     (120, 128, BF16, "causal"),
     (136, 136, BF16, ""),
     (160, 64, BF16, ""),
@@ -121,6 +122,7 @@ def test_features(
     backend, (d, v, dtype, features) = run
     if "long" in features:
         monkeypatch.setattr(plan16, "LONG_QUERIES_BACKWARD", 1)
+        monkeypatch.setattr(plan16, "SHORT_QUERIES_BACKWARD", 0)
     for shape in SHAPES:
         inputs = tensors(shape, d, v, dtype)
         batch, heads = shape[0], shape[3]

@@ -88,6 +88,11 @@ class BwdPrologue:
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         _, heads, blocks, _ = m_dq_sum.shape
+        if const_expr(cfg.passes_back):
+            ctas, _, _ = cute.arch.grid_dim()
+            cta = (
+                ctas - 1 - cta
+            )  # what is left in L2: for the main kernel its first heads, for the pass behind the last
         block, head, batch = cta % blocks, cta // blocks % heads, cta // blocks // heads
         first, end = Int32(0), m_out.shape[1]  # with `varlen`, row of the block, and of the sequence's end
         zeros = cute.make_rmem_tensor(4, Float32)
@@ -96,8 +101,8 @@ class BwdPrologue:
         count = cfg.tile_m * cfg.qk_columns // 4
         if const_expr(cfg.clears_ahead):
             count = Int32(count) if batch * heads + head < clear_heads else Int32(0)
-            if (block == 0) & (tid == 0):
-                m_turns[batch, head, 0, 0] = Int32(0)
+            if (block == 0) & (tid < cfg.dq_parts):
+                m_turns[batch, head, 0, tid] = Int32(0)
         if const_expr(cfg.varlen):
             _, first, left = block_of_slot(block, lengths[0], slot_shift(cfg.tile_m))
             end = first + left
@@ -191,6 +196,11 @@ class BwdEpilogue:
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         _, heads, blocks, _ = m_dq_sum.shape
+        if const_expr(cfg.passes_back):
+            ctas, _, _ = cute.arch.grid_dim()
+            cta = (
+                ctas - 1 - cta
+            )  # what is left in L2: for the main kernel its first heads, for the pass behind the last
         block, head, batch = cta % blocks, cta // blocks % heads, cta // blocks // heads
         storage = SmemAllocator().allocate(self.storage)
         tile = storage.tile.get_tensor(cute.make_layout((cfg.tile_m, cfg.qk_columns), stride=(self.pitch, 1)))

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .common import HEAD_DIMS_16BIT, REGISTERS_PER_SM, SMEM_LIMIT, WARPGROUP, aligned_bytes, dims_name
+from .common import (
+    HEAD_DIMS_16BIT,
+    REGISTERS_PER_SM,
+    SMEM_LIMIT,
+    WARPGROUP,
+    aligned_bytes,
+    dims_name,
+    swizzle_columns,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,10 @@ class Bwd16Config:
     dq_direct: bool = False  # dQ goes to memory from registers, not through shared memory
     deterministic: bool = False  # key tiles add to dQ in their order
     varlen: bool = False  # sequences of unlike length, their rows behind one another
+    # CTAs, one an SM, take key tiles by a count in memory, and load for the next one while this one ends
+    persistent: bool = False
+    early_keys: bool = False  # with `persistent`: dQ of a tile's last step ends the use of K and V, not dK
+    passes_back: bool = False  # the passes before and behind take the last heads first
     consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
     producer_regs: int = 24
 
@@ -101,16 +113,28 @@ class Bwd16Config:
         return not (self.dq_direct or self.varlen or self.deterministic) and self.consumer_warpgroups < 3
 
     @property
+    def out_stages(self) -> int:
+        """Buffers of dK and dV beside K and V, where these are loaded for the next tile while dK and dV leave: with
+        one, dV waits for dK to have left."""
+        if not self.persistent:
+            return 0
+        return 2 if self._smem_bytes(2) <= SMEM_LIMIT else 1
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA: 1 KiB of barriers and alignment, K, V, the rings of Q and dO with their rows
-        of lse and D, dS, dQ."""
+        of lse and D, dS, dQ, and with `persistent` dK and dV."""
+        return self._smem_bytes(self.out_stages)
+
+    def _smem_bytes(self, out_stages: int) -> int:
         k, v = (self.tile_n * columns * 2 for columns in (self.qk_columns, self.v_columns))
         q = self.q_stages * self.tile_m * self.qk_columns * 2
         do = self.do_stages * self.tile_m * self.v_columns * 2
         ds = self.ds_stages * self.tile_m * self.tile_n * 2 * (2 if self.shared_keys else 1)
         dq = 16 if self.dq_direct else self.tile_m * self.qk_columns * 4
         rows = (self.q_stages + self.do_stages) * self.tile_m * 4
-        return aligned_bytes(k, v, q, do, ds, dq, rows)
+        out = (0, max(k, v), k + v)[out_stages]
+        return aligned_bytes(k, v, q, do, ds, dq, out, rows)
 
     @property
     def name(self) -> str:
@@ -119,7 +143,12 @@ class Bwd16Config:
         stages = f"q{self.q_stages}o{self.do_stages}s{self.ds_stages}"
         stages += f"f{self.first_blocks}" * bool(self.first_blocks)
         stages += "_shared" * self.shared_keys + "_direct" * self.dq_direct
-        stages += "_deterministic" * self.deterministic
+        stages += (
+            "_deterministic" * self.deterministic
+            + "_persistent" * self.persistent
+            + "_early" * self.early_keys
+            + "_back" * self.passes_back
+        )
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
         return (
             f"bwd_sm90_{self.dtype}_{dims_name(self.head_dim, self.head_dim_v)}_{mask}"
@@ -135,6 +164,12 @@ class Bwd16Config:
             raise ValueError(f"dtype must be 'bf16' or 'fp16', got {self.dtype!r}")
         if self.window and self.causal:
             raise ValueError("causal must be False with a window: it is one with right 0")
+        if self.persistent and not self.clears_ahead:
+            raise ValueError(
+                "persistent wants two warpgroups of 64 keys each at most, without dq_direct, deterministic and varlen"
+            )
+        if self.early_keys and not self.persistent:
+            raise ValueError("early_keys wants persistent")
         if self.tile_n not in (64, 128, 192):
             raise ValueError(f"tile_n must be 64, 128 or 192, got {self.tile_n}")
         if self.tile_m % 16 or not 16 <= self.tile_m <= 128:
@@ -168,6 +203,16 @@ class Bwd16Config:
             )
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"shared memory {self.smem_bytes} bytes exceeds {SMEM_LIMIT}")
+        of_k, of_v = (self.qk_columns, self.k_part), (self.v_columns, self.dv_part)
+        if self.out_stages == 1 and (of_k[0], swizzle_columns(of_k[1], 2)) != (
+            of_v[0],
+            swizzle_columns(of_v[1], 2),
+        ):
+            # dV of a warpgroup comes where its dK was, for which no other warpgroup waits
+            raise ValueError(
+                f"persistent with one buffer for dK and dV wants them laid out alike, got head_dim {self.head_dim} and "
+                f"{self.head_dim_v}"
+            )
         regs = WARPGROUP * (self.consumer_regs * self.consumer_warpgroups + self.producer_regs)
         if regs > REGISTERS_PER_SM:
             raise ValueError(f"{regs} registers exceed {REGISTERS_PER_SM}")

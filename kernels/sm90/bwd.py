@@ -18,7 +18,8 @@ Tensors (every stride is dynamic, the last one is 1):
     slopes   (batch, heads_q)                        float32, of ALiBi; read only by its configurations
     turns    int32, zeroed. If deterministic, (batch, heads_q, rows / tile_m, consumer warpgroups): how many key tiles
              have added to a part of the sum of dQ. Where `clears_ahead`, (batch, heads_q, 1, consumer warpgroups), of
-             which the first entry of the first head of a group counts CTAs that have cleared their share of the group's
+             which the first entry of the first head of a group counts key tiles whose CTAs have cleared their share of
+             the group's; with `persistent` the second one of the very first head counts the key tiles given out
 
 and of sequences of unlike length (`varlen`; the rows of all behind one another, see common/varlen.py), without a mode
 for the batch in all but slopes
@@ -57,16 +58,22 @@ from ..common.pointers import aligned
 from ..common.scheduler import key_block_coord, key_block_order, query_blocks
 from ..common.turns import await_turn, end_turn
 from ..common.varlen import (
+    END,
     FAR,
+    PLACE,
+    STAGES,
     first_slot,
     key_tile,
     one_batch,
+    place_ring,
+    put_place,
     ragged,
     ragged_coord,
     ragged_load,
     slot_shift,
     slots_of,
     steps_of,
+    take_unit,
 )
 from ..config import Bwd16Config, swizzle_columns
 from .bwd_mainloop import BwdBarrier, BwdMainloop
@@ -122,6 +129,7 @@ class Bwd16Main:
         window_right: Int32,
         turn: Int32,  # heads of K whose tiles are mixed, see `key_block_coord`
         ahead: Int32,  # heads of K, see `clear_ahead`
+        ctas: Int32,  # at most, with `persistent`
         stream,
         lengths=(),  # with `varlen`, see `kernel`; batch is 1 then
     ):
@@ -160,18 +168,29 @@ class Bwd16Main:
         )
 
         dq_size = 4 if const_expr(cfg.dq_direct) else tile_m * d
+        out_size = (0, tile_n * max(d, d_v), tile_n * (d + d_v))[cfg.out_stages]
+        tiles = n_blocks * heads_k * batches
+        grid = tiles
+        if const_expr(cfg.persistent):
+            grid = cutlass.min(tiles, ctas)
 
         @cute.struct
         class Storage:
             bar_q: cute.struct.MemRange[cutlass.Int64, 2 * cfg.q_stages]
             bar_do: cute.struct.MemRange[cutlass.Int64, 2 * cfg.do_stages]
+            bar_keys: cute.struct.MemRange[cutlass.Int64, 2 if cfg.persistent else 0]
+            bar_places: cute.struct.MemRange[cutlass.Int64, 2 * STAGES if cfg.persistent else 0]
             place: cute.struct.MemRange[Int32, 5 if cfg.varlen else 0]
+            places: cute.struct.Align[
+                cute.struct.MemRange[Int32, PLACE * STAGES if cfg.persistent else 0], 16
+            ]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             do: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ds)], 1024]
             dq: cute.struct.Align[cute.struct.MemRange[Float32, dq_size], 1024]
+            out: cute.struct.Align[cute.struct.MemRange[self.dtype, out_size], 1024]
             lse2: cute.struct.Align[cute.struct.MemRange[Float32, tile_m * cfg.q_stages], 1024]
             d_rows: cute.struct.Align[cute.struct.MemRange[Float32, tile_m * cfg.do_stages], 16]
 
@@ -207,9 +226,10 @@ class Bwd16Main:
             key_block_order(n_blocks, batches, heads_k, turn, cfg),
             group,
             ahead,
+            tiles,
             lengths,
         ).launch(
-            grid=[n_blocks * heads_k * batches, 1, 1],
+            grid=[grid, 1, 1],
             block=[cfg.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -250,6 +270,7 @@ class Bwd16Main:
         order,  # of key tiles, see `key_block_order`
         group: Int32,  # query heads of a key head
         ahead: Int32,
+        tiles: Int32,  # of keys, of all heads; read with `persistent`
         # with `varlen` (cu_seqlens_q, cu_seqlens_k, seqused_k, whether that counts); else ()
         lengths,
     ):
@@ -261,7 +282,6 @@ class Bwd16Main:
         if const_expr(cfg.softcap):
             # with the argument ptxas spills 8 bytes at head dimension 128 under a causal mask
             group = m_q.shape[2] // m_k.shape[2]
-        n_block, head_k, batch = [cute.arch.make_warp_uniform(x) for x in key_block_coord(cta, order, cfg)]
         more = (
             ((atom_q, m_q), (atom_k, m_k), (atom_v, m_v), (atom_do, m_do)),
             ((atom_dk, m_dk), (atom_dv, m_dv)),
@@ -269,13 +289,19 @@ class Bwd16Main:
             (m_lse2, m_d_rows, m_dq_sum, slopes, m_turns),
             (softmax_scale, score_scale_log2, softcap_factor, window_left, window_right),
         )
-        if const_expr(cfg.varlen):
-            place, stored = key_tile(n_block, head_k, cfg.tile_n, lengths)
-            if stored > 0:  # the same in all threads
-                self.work(place, stored, group, ahead, *more)
+        if const_expr(cfg.persistent):
+            self.work_by_count(order, tiles, group, ahead, *more)
         else:
-            place = (n_block, head_k, batch, Int32(0), m_q.shape[0], Int32(0), m_k.shape[0])
-            self.work(place, Int32(0), group, ahead, *more)
+            n_block, head_k, batch = [
+                cute.arch.make_warp_uniform(x) for x in key_block_coord(cta, order, cfg)
+            ]
+            if const_expr(cfg.varlen):
+                place, stored = key_tile(n_block, head_k, cfg.tile_n, lengths)
+                if stored > 0:  # the same in all threads
+                    self.work(place, stored, group, ahead, *more)
+            else:
+                place = (n_block, head_k, batch, Int32(0), m_q.shape[0], Int32(0), m_k.shape[0])
+                self.work(place, Int32(0), group, ahead, *more)
 
     @cute.jit
     def work(self, place, stored: Int32, group: Int32, ahead: Int32, loads, stores, layouts, rows, scalars):
@@ -291,7 +317,6 @@ class Bwd16Main:
         cfg = self.cfg
         tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.qk_columns, cfg.v_columns
         (atom_q, m_q), (atom_k, m_k), (atom_v, m_v), (atom_do, m_do) = loads
-        layout_q, layout_k, layout_v, layout_do, layout_ds = layouts
         m_lse2, m_d_rows, m_dq_sum, slopes, m_turns = rows
         softmax_scale, score_scale_log2, softcap_factor, window_left, window_right = scalars
         n_block, head_k, batch, row0, seqlen_q, key0, seqlen_k = place
@@ -313,19 +338,8 @@ class Bwd16Main:
             for atom, _ in (*loads, *stores):
                 cpasync.prefetch_descriptor(atom)
 
-        storage = SmemAllocator().allocate(self.storage)
-        s_q = storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner)  # (tile_m, d, q_stages)
-        s_do = storage.do.get_tensor(layout_do.outer, swizzle=layout_do.inner)  # (tile_m, d_v, do_stages)
-        s_k = storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner)  # (tile_n, d)
-        s_v = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)  # (tile_n, d_v)
-        s_ds = storage.ds.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)  # (tile_m, tile_n, ds_stages)
-        s_dq = storage.dq.get_tensor(cute.make_layout(4 if const_expr(cfg.dq_direct) else tile_m * d))
-        s_lse2 = storage.lse2.get_tensor(cute.make_layout((tile_m, cfg.q_stages)))
-        s_d_rows = storage.d_rows.get_tensor(cute.make_layout((tile_m, cfg.do_stages)))
-        pipes = (
-            self.ring(storage.bar_q.data_ptr(), cfg.q_stages, tile_m * d * 2 + tile_m * 4),
-            self.ring(storage.bar_do.data_ptr(), cfg.do_stages, tile_m * d_v * 2 + tile_m * 4),
-        )
+        storage, tiles, s_ds, s_dq, s_rows, pipes = self.memory(layouts)
+        s_q, s_k, s_v, s_do = tiles
         if const_expr(cfg.varlen):
             s_place = storage.place.get_tensor(cute.make_layout(5))
             if tid == 0:
@@ -361,10 +375,10 @@ class Bwd16Main:
                     ]
                     for m in cutlass.range(blocks[0], blocks[3], unroll=1):
                         state_q = self.load(
-                            m, (atom_q, tq_s, tq_g), (s_lse2, lse2), of_queries, pipes[0], state_q
+                            m, (atom_q, tq_s, tq_g), (s_rows[0], lse2), of_queries, pipes[0], state_q
                         )
                         state_do = self.load(
-                            m, (atom_do, tdo_s, tdo_g), (s_d_rows, d_rows), of_queries, pipes[1], state_do
+                            m, (atom_do, tdo_s, tdo_g), (s_rows[1], d_rows), of_queries, pipes[1], state_do
                         )
             if const_expr(not cfg.dq_direct):
                 part = warp_idx - 4 * cfg.consumer_warpgroups - 1
@@ -406,7 +420,7 @@ class Bwd16Main:
                     slope = slopes[batch, head]
                 states = self.mainloop.consume(
                     frags,
-                    (s_lse2, s_d_rows, s_ds, s_dq),
+                    (*s_rows, s_ds, s_dq),
                     (score_scale_log2, softcap_factor, slope),
                     limits,
                     self.from_slot(m_dq_sum[entry, head, None, None], slot),
@@ -419,6 +433,244 @@ class Bwd16Main:
             if const_expr(cfg.varlen):
                 place = (*place[:5], cute.arch.make_warp_uniform(s_place[4]), seqlen_k)
             self.epilogue((dk, dv), softmax_scale, (s_k, s_v), stores, place, stored)
+
+    @cute.jit
+    def work_by_count(
+        self, order, tiles: Int32, group: Int32, ahead: Int32, loads, stores, layouts, rows, scalars
+    ):
+        """With `persistent`: a CTA's key tiles, given out by a count.
+
+        So the tiles before one belong to CTAs that run, on which `await_cleared` relies, however many CTAs find room.
+        The producer looks for the next tile when it has issued all loads of one, and tells the other warps by a ring
+        of places. The rings of Q and dO go on from tile to tile; K and V have one stage, given back in the last step.
+
+        tiles: of keys, of all heads. Other arguments see `work`.
+        """
+        cfg = self.cfg
+        tile_n, d = cfg.tile_n, cfg.qk_columns
+        (_, m_q), (_, m_k), _, _ = loads
+        _, _, m_dq_sum, slopes, m_turns = rows
+        softmax_scale, score_scale_log2, softcap_factor, window_left, window_right = scalars
+        seqlen_q, seqlen_k = m_q.shape[0], m_k.shape[0]
+        window = (window_left, window_right)
+        tid, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup = cute.arch.make_warp_uniform(tid // 128)
+        if warp_idx == 4 * cfg.consumer_warpgroups:
+            for atom, _ in (*loads, *stores):
+                cpasync.prefetch_descriptor(atom)
+
+        storage, in_smem, s_ds, s_dq, s_rows, pipes = self.memory(layouts)
+        s_q, s_k, s_v, s_do = in_smem
+        places = storage.places.get_tensor(cute.make_layout((PLACE, STAGES)))
+        # warps that read places: consumers, senders, and the one that clears
+        ring = place_ring(storage.bar_places.data_ptr(), 5 * cfg.consumer_warpgroups + 1)
+        # K and V: "empty" alone, at which consumers arrive and the producer waits; "full" are the barriers of Q and dO
+        keys = pl.PipelineAsync.create(
+            num_stages=1,
+            producer_group=pl.CooperativeGroup(pl.Agent.Thread),
+            consumer_group=pl.CooperativeGroup(
+                pl.Agent.Thread, (128 if cfg.early_keys else 4) * cfg.consumer_warpgroups
+            ),
+            barrier_storage=storage.bar_keys.data_ptr(),
+            defer_sync=True,
+        )
+        pl.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+        pl.pipeline_init_wait(cluster_shape_mn=(1, 1))  # all threads: mbarriers are written
+        slot = pl.make_pipeline_state(pl.PipelineUserType.Consumer, STAGES)
+
+        if warpgroup == cfg.consumer_warpgroups:
+            cute.arch.setmaxregister_decrease(cfg.producer_regs)
+            if warp_idx == 4 * cfg.consumer_warpgroups:
+                counter = m_turns[0, 0, 0, None]
+                counter = cute.make_tensor(counter.iterator + 1, cute.make_layout(1))
+                states = (
+                    pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.q_stages),
+                    pl.make_pipeline_state(pl.PipelineUserType.Producer, cfg.do_stages),
+                    pl.make_pipeline_state(pl.PipelineUserType.Producer, 1),
+                )
+                put = pl.make_pipeline_state(pl.PipelineUserType.Producer, STAGES)
+                tile = cute.arch.shuffle_sync(take_unit(counter), 0)
+                while tile < tiles:
+                    n_block, head_k, batch = [
+                        cute.arch.make_warp_uniform(x) for x in key_block_coord(tile, order, cfg)
+                    ]
+                    blocks = [
+                        cute.arch.make_warp_uniform(x)
+                        for x in query_blocks(n_block, seqlen_q, seqlen_k, window, cfg)
+                    ]
+                    put_place((n_block, head_k, batch, *blocks), places, ring, put)
+                    put.advance()
+                    states = self.load_tile(
+                        (n_block, head_k, batch),
+                        blocks,
+                        group,
+                        loads,
+                        in_smem,
+                        rows,
+                        s_rows,
+                        pipes,
+                        keys,
+                        states,
+                    )
+                    tile = cute.arch.shuffle_sync(take_unit(counter), 0)
+                end = (Int32(END), *[Int32(0)] * 6)
+                put_place(end, places, ring, put)
+            part = warp_idx - 4 * cfg.consumer_warpgroups - 1
+            if part >= 0 and part < cfg.consumer_warpgroups:
+                at = self.take_place(places, ring, slot)
+                while at[0] != END:
+                    n_block, head_k, batch = at[:3]
+                    self.await_cleared((n_block, head_k, batch), group, ahead, m_k, m_turns)
+                    for h in cutlass.range(group, unroll=1):
+                        head = head_k * group + h
+                        self.mainloop.send(
+                            s_dq,
+                            (Int32(0), seqlen_k, seqlen_k - seqlen_q, *window, n_block),
+                            m_dq_sum[batch, head, None, None],
+                            m_turns[batch, head, None, None],
+                            at[3:7],
+                            part,
+                        )
+                    slot.advance()
+                    at = self.take_place(places, ring, slot)
+            if warp_idx == 4 * cfg.consumer_warpgroups + 3:
+                at = self.take_place(places, ring, slot)
+                while at[0] != END:
+                    self.clear_ahead((at[0], at[1], at[2]), group, ahead, m_k, m_dq_sum, m_turns)
+                    slot.advance()
+                    at = self.take_place(places, ring, slot)
+        else:
+            cute.arch.setmaxregister_increase(cfg.consumer_regs)
+            frags = self.mainloop.fragments(s_q, s_k, s_v, s_do, s_ds, warpgroup)
+            states = (
+                pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.q_stages),
+                pl.make_pipeline_state(pl.PipelineUserType.Consumer, cfg.do_stages),
+            )
+            state_keys = pl.make_pipeline_state(pl.PipelineUserType.Consumer, 1)
+            _, layout_k, layout_v, _, _ = layouts
+            out = storage.out.data_ptr()
+            behind = tile_n * d if const_expr(cfg.out_stages == 2) else 0
+            s_dk = cute.make_tensor(cute.recast_ptr(out, layout_k.inner), layout_k.outer)
+            s_dv = cute.make_tensor(cute.recast_ptr(out + behind, layout_v.inner), layout_v.outer)
+            at = self.take_place(places, ring, slot)
+            while at[0] != END:
+                n_block, head_k, batch = at[:3]
+                blocks = at[3:7]
+                dk, dv = self.mainloop.new_gradients()
+                first_key = (
+                    n_block * tile_n + tid // 32 * 16 + tid % 32 // 4
+                )  # of the thread's first row of S^T
+                limits = (first_key, seqlen_k, seqlen_k - seqlen_q, *window, n_block)
+                for h in cutlass.range(group, unroll=1):
+                    head = head_k * group + h
+                    slope = Float32(0.0)
+                    if const_expr(cfg.alibi):
+                        slope = slopes[batch, head]
+                    states = self.mainloop.consume(
+                        frags,
+                        (*s_rows, s_ds, s_dq),
+                        (score_scale_log2, softcap_factor, slope),
+                        limits,
+                        m_dq_sum[batch, head, None, None],
+                        m_turns[batch, head, None, None],
+                        (dk, dv),
+                        pipes,
+                        states,
+                        blocks,
+                        (keys, state_keys, blocks[3] - 1 if h == group - 1 else Int32(-1))
+                        if const_expr(cfg.early_keys)
+                        else None,
+                    )
+                if blocks[0] < blocks[3]:  # else no K and V came
+                    if const_expr(not cfg.early_keys):
+                        with cute.arch.elect_one():
+                            keys.consumer_release(state_keys)  # each warp: no product reads K and V any more
+                    state_keys.advance()
+                place = (n_block, head_k, batch, Int32(0), seqlen_q, Int32(0), seqlen_k)
+                self.epilogue((dk, dv), softmax_scale, (s_dk, s_dv), stores, place, Int32(0))
+                slot.advance()
+                at = self.take_place(places, ring, slot)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
+
+    @cute.jit
+    def load_tile(self, tile, blocks, group: Int32, loads, in_smem, rows, s_rows, pipes, keys, states):
+        """Issue all loads of a key tile, (key tile, head of K, batch), with `persistent`; by one whole warp. keys: the
+        ring of K and V. Returns the states of the rings of Q, dO and keys."""
+        cfg = self.cfg
+        tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.qk_columns, cfg.v_columns
+        (atom_q, m_q), (atom_k, m_k), (atom_v, m_v), (atom_do, m_do) = loads
+        s_q, s_k, s_v, s_do = in_smem
+        n_block, head_k, batch = tile
+        state_q, state_do, state_keys = states
+        queries = (Int32(0), m_q.shape[0])
+        tk_s, tk_g = self.boxes(atom_k, m_k, head_k, batch, s_k, (tile_n, d))
+        tv_s, tv_g = self.boxes(atom_v, m_v, head_k, batch, s_v, (tile_n, d_v))
+        if blocks[0] < blocks[3]:  # else nobody reads K and V
+            # to L2, while consumers still read those of the tile before
+            cute.prefetch(atom_k, tk_g[None, n_block])
+            cute.prefetch(atom_v, tv_g[None, n_block])
+        for h in cutlass.range(group, unroll=1):
+            head = head_k * group + h
+            tq_s, tq_g = self.boxes(atom_q, m_q, head, batch, s_q, (tile_m, d))
+            tdo_s, tdo_g = self.boxes(atom_do, m_do, head, batch, s_do, (tile_m, d_v))
+            lse2, d_rows = rows[0][batch, head, None], rows[1][batch, head, None]
+            for m in cutlass.range(blocks[0], blocks[3], unroll=1):
+                first = (h == 0) & (m == blocks[0])
+                # the first stages of Q and dO are full when K and V are there, too
+                of_k = Int32(tile_n * d * 2) if first else Int32(0)
+                of_v = Int32(tile_n * d_v * 2) if first else Int32(0)
+                full_q, full_do = (
+                    pipes[0].producer_get_barrier(state_q),
+                    pipes[1].producer_get_barrier(state_do),
+                )
+                tile_q, tile_do = (atom_q, tq_s, tq_g), (atom_do, tdo_s, tdo_g)
+                state_q = self.load(m, tile_q, (s_rows[0], lse2), queries, pipes[0], state_q, of_k)
+                state_do = self.load(m, tile_do, (s_rows[1], d_rows), queries, pipes[1], state_do, of_v)
+                if first:
+                    keys.producer_acquire(state_keys)  # waits for all consumers: they read K and V no more
+                    cute.copy(atom_k, tk_g[None, n_block], tk_s, tma_bar_ptr=full_q)
+                    cute.copy(atom_v, tv_g[None, n_block], tv_s, tma_bar_ptr=full_do)
+                    state_keys.advance()
+        return state_q, state_do, state_keys
+
+    @cute.jit
+    def take_place(self, places: cute.Tensor, ring, slot):
+        """(key tile or END, head of K, batch, four ends of `query_blocks`) of the next tile, by one whole warp."""
+        ring.consumer_wait(slot)  # the producer has written the place
+        words = cute.make_rmem_tensor(PLACE, Int32)
+        words.fill(0)
+        # By the lane that gives the place back, so that no other's reads have to come before that.
+        if cute.arch.lane_idx() == 0:
+            cute.autovec_copy(places[None, slot.index], words)
+            ring.consumer_release(slot)
+        return [cute.arch.make_warp_uniform(cute.arch.shuffle_sync(words[i], 0)) for i in range(7)]
+
+    def memory(self, layouts):
+        """Shared memory: the storage; Q (tile_m, d, q_stages), K (tile_n, d), V (tile_n, d_v), dO (tile_m, d_v,
+        do_stages); dS (tile_m, tile_n, ds_stages); dQ; rows of lse2 and D; the rings of Q and dO."""
+        cfg = self.cfg
+        tile_m, d, d_v = cfg.tile_m, cfg.qk_columns, cfg.v_columns
+        layout_q, layout_k, layout_v, layout_do, layout_ds = layouts
+        storage = SmemAllocator().allocate(self.storage)
+        tiles = tuple(
+            x.get_tensor(layout.outer, swizzle=layout.inner)
+            for x, layout in (
+                (storage.q, layout_q),
+                (storage.k, layout_k),
+                (storage.v, layout_v),
+                (storage.do, layout_do),
+            )
+        )
+        s_ds = storage.ds.get_tensor(layout_ds.outer, swizzle=layout_ds.inner)
+        s_dq = storage.dq.get_tensor(cute.make_layout(4 if cfg.dq_direct else tile_m * d))
+        s_lse2 = storage.lse2.get_tensor(cute.make_layout((tile_m, cfg.q_stages)))
+        s_d_rows = storage.d_rows.get_tensor(cute.make_layout((tile_m, cfg.do_stages)))
+        pipes = (
+            self.ring(storage.bar_q.data_ptr(), cfg.q_stages, tile_m * d * 2 + tile_m * 4),
+            self.ring(storage.bar_do.data_ptr(), cfg.do_stages, tile_m * d_v * 2 + tile_m * 4),
+        )
+        return storage, tiles, s_ds, s_dq, (s_lse2, s_d_rows), pipes
 
     @cute.jit
     def clear_ahead(self, tile, group: Int32, ahead: Int32, m_k, m_dq_sum: cute.Tensor, m_turns: cute.Tensor):
@@ -449,7 +701,8 @@ class Bwd16Main:
     @cute.jit
     def await_cleared(self, tile, group: Int32, ahead: Int32, m_k, m_turns: cute.Tensor):
         """Wait until all shares of the sum of dQ of this CTA's query heads are cleared, by CTAs that started before
-        it and wait for nobody in front of that. Called by one whole warp, whose first thread adds. tile: see above.
+        it (`persistent`: took their tile before) and wait for nobody in front of that. Called by one whole warp, whose
+        first thread adds. tile: see above.
         """
         _, head_k, batch = tile
         head = batch * m_k.shape[2] + head_k
@@ -499,17 +752,22 @@ class Bwd16Main:
         )
 
     @cute.jit
-    def load(self, m: Int32, tile, row, queries, pipe, state):
+    def load(self, m: Int32, tile, row, queries, pipe, state, more=None):
         """Queries m * tile_m and on of Q with lse2, or of dO with D, into the stage of `state`; returns the next one.
 
         tile is (copy atom, shared partition, global partition), row (shared (tile_m, stages), global (rows,)), queries
-        see `box`. Called by one whole warp.
+        see `box`; more: bytes that another load brings to the same barrier. Called by one whole warp.
         """
         atom, s, g = tile
         s_row, g_row = row
         tile_m = self.cfg.tile_m
         pipe.producer_acquire(state)  # waits until all consumers have released the stage
         barrier = pipe.producer_get_barrier(state)
+        if const_expr(more is not None):
+            with (
+                cute.arch.elect_one()
+            ):  # the phase cannot have ended: the bytes of this load are still to come
+                cute.arch.mbarrier_expect_tx(barrier, more)
         cute.copy(atom, self.box(g, m, tile_m, queries), s[None, state.index], tma_bar_ptr=barrier)
         with cute.arch.elect_one():
             bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=tile_m * 32)
@@ -526,17 +784,20 @@ class Bwd16Main:
         TMA drops what lies past the keys of the sequence and head_dim. stores, place and stored see `work`.
         """
         cfg = self.cfg
-        n_block, head_k, batch, _, _, key0, _ = place
         tid, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warpgroup = warp_idx // 4
-        # all consumers: nobody reads K and V any more
-        cute.arch.barrier(barrier_id=BwdBarrier.EXCHANGE, number_of_threads=128 * cfg.consumer_warpgroups)
+        if const_expr(cfg.persistent):
+            # the warpgroup: its first warp's stores of the tile before have read what is written next
+            if warp_idx % 4 == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
+        else:
+            # all consumers: nobody reads K and V any more
+            cute.arch.barrier(barrier_id=BwdBarrier.EXCHANGE, number_of_threads=128 * cfg.consumer_warpgroups)
         copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         # The warpgroup's tile among those of (64, part) of the CTA.
         own = (0, warpgroup) if const_expr(cfg.shared_keys) else (warpgroup, 0)
-        block = n_block if const_expr(cfg.shared_keys) else n_block * cfg.consumer_warpgroups + warpgroup
-        boxes = (swizzle_columns(cfg.k_part, 2), swizzle_columns(cfg.dv_part, 2))
         for i in cutlass.range_constexpr(2):
             acc, s, part = gradients[i], shared[i], (cfg.dk_part, cfg.dv_part)[i]
             if const_expr(i == 0):
@@ -548,33 +809,58 @@ class Bwd16Main:
             tiled_copy = cute.make_tiled_copy_C(copy_atom, mma).get_slice(tid % 128)
             staged = cute.local_tile(s, (64, part), own)
             cute.copy(copy_atom, tiled_copy.retile(narrow), tiled_copy.partition_D(staged))
+            if const_expr(cfg.out_stages == 1):
+                self.store(i, own, shared, stores, place, stored)
+                if const_expr(i == 0):
+                    # the warpgroup: dK has left, and dV comes to its place
+                    if warp_idx % 4 == 0:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
+        if const_expr(cfg.out_stages != 1):
+            self.store(None, own, shared, stores, place, stored)
+        if const_expr(not cfg.persistent):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
+
+    @cute.jit
+    def store(self, which: cutlass.Constexpr, own, shared, stores, place, stored: Int32):
+        """TMA stores of the warpgroup's part of dK (`which` is 0), of dV (1) or of both (None), which it has written to
+        shared memory; own is its tile there. Other arguments see `epilogue`."""
+        cfg = self.cfg
+        n_block, head_k, batch, _, _, key0, _ = place
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup = warp_idx // 4
+        block = n_block if const_expr(cfg.shared_keys) else n_block * cfg.consumer_warpgroups + warpgroup
+        boxes = (swizzle_columns(cfg.k_part, 2), swizzle_columns(cfg.dv_part, 2))
         cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads through the async proxy
         # the warpgroup: all of it has written, and its first warp may store
         cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
         if warp_idx % 4 == 0:
             for i in cutlass.range_constexpr(2):
-                atom, target = stores[i]
-                if const_expr(cfg.varlen):
-                    behind = block * 64 - n_block * cfg.tile_n  # keys of the tile before this warpgroup's
-                    offset, last = ragged_coord(key0 + n_block * cfg.tile_n, stored, behind, 64, 64)
-                    keys, number = cute.domain_offset((offset, 0), target[None, None, head_k, last]), Int32(0)
-                else:
-                    keys, number = target[None, None, head_k, batch], block
-                count = (cfg.dk_part, cfg.dv_part)[i] // boxes[i]
-                for c in cutlass.range_constexpr(count):
-                    column = own[1] * count + c
-                    s_box = cute.local_tile(shared[i], (64, boxes[i]), (own[0], column))
-                    g_box = cute.local_tile(keys, (64, boxes[i]), (number, column))
-                    t_s, t_g = cpasync.tma_partition(
-                        atom,
-                        0,
-                        cute.make_layout(1),
-                        cute.group_modes(s_box, 0, 2),
-                        cute.group_modes(g_box, 0, 2),
-                    )
-                    cute.copy(atom, t_s, t_g)
+                if const_expr(which is None or i == which):
+                    atom, target = stores[i]
+                    if const_expr(cfg.varlen):
+                        behind = block * 64 - n_block * cfg.tile_n  # keys of the tile before this warpgroup's
+                        offset, last = ragged_coord(key0 + n_block * cfg.tile_n, stored, behind, 64, 64)
+                        keys, number = (
+                            cute.domain_offset((offset, 0), target[None, None, head_k, last]),
+                            Int32(0),
+                        )
+                    else:
+                        keys, number = target[None, None, head_k, batch], block
+                    count = (cfg.dk_part, cfg.dv_part)[i] // boxes[i]
+                    for c in cutlass.range_constexpr(count):
+                        column = own[1] * count + c
+                        s_box = cute.local_tile(shared[i], (64, boxes[i]), (own[0], column))
+                        g_box = cute.local_tile(keys, (64, boxes[i]), (number, column))
+                        t_s, t_g = cpasync.tma_partition(
+                            atom,
+                            0,
+                            cute.make_layout(1),
+                            cute.group_modes(s_box, 0, 2),
+                            cute.group_modes(g_box, 0, 2),
+                        )
+                        cute.copy(atom, t_s, t_g)
             cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
 
 class Bwd16bitSm90:
@@ -609,16 +895,17 @@ class Bwd16bitSm90:
         window_left: Int32,
         window_right: Int32,
         turn: Int32,
+        ctas: Int32,
         stream,
     ):
         self.run(
             q, k, v, out, dout, lse, dlse, slopes, dq, dk, dv, lse2, d_rows, dq_sum, turns,
-            softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, stream,
+            softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, ctas, stream,
         )  # fmt: skip
 
     def run(
         self, q, k, v, out, dout, lse, dlse, slopes, dq, dk, dv, lse2, d_rows, dq_sum, turns,
-        softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, stream, lengths=(),
+        softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, ctas, stream, lengths=(),
     ):  # fmt: skip
         """The three launches. lengths: see `Bwd16Main.kernel`."""
         ahead, group = heads_ahead(turn, q, k), q.shape[2] // k.shape[2]
@@ -638,7 +925,8 @@ class Bwd16bitSm90:
         )
         self.main.launch(
             q, k, v, dout, lse2, d_rows, dq_sum, dk, dv, slopes, turns,
-            softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, ahead, stream, lengths,
+            softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, ahead, ctas, stream,
+            lengths,
         )  # fmt: skip
         self.behind.launch(dq_sum, dq, softmax_scale, stream, lengths[:1])
 
@@ -680,6 +968,6 @@ class Bwd16bitVarlenSm90(Bwd16bitSm90):
         work = [one_batch(x) for x in (dq, dk, dv, lse2, d_rows, dq_sum, turns)]
         self.run(
             *rows, slopes, *work,
-            softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, stream,
+            softmax_scale, score_scale_log2, softcap_factor, window_left, window_right, turn, Int32(0), stream,
             (cu_seqlens_q, cu_seqlens_k, seqused_k, has_used),
         )  # fmt: skip

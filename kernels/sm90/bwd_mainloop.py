@@ -425,8 +425,10 @@ class BwdMainloop:
         pipes,
         states,
         warpgroup: Int32,
+        end_keys=None,
     ):
-        """Query tile m; no product is in flight before or after. Returns the next states of the rings of Q and dO."""
+        """Query tile m; no product is in flight before or after. Returns the next states of the rings of Q and dO.
+        end_keys: see `consume`."""
         cfg = self.cfg
         (k_frag, q_frag), (v_frag, do_frag), (dv_operands, dk_operands), (dq_a, dq_b) = frags
         s_lse2, s_d_rows, s_ds, s_dq = shared
@@ -515,6 +517,9 @@ class BwdMainloop:
         wg.wait_group(2)  # dV is complete
         self.release(pipe_do, state_do)  # all threads: they read this dO and D no more
         wg.wait_group(1)  # dQ is complete
+        if const_expr(end_keys is not None):
+            if m == end_keys[2]:
+                end_keys[0].consumer_release(end_keys[1])  # all threads: no product reads K and V any more
         if const_expr(cfg.dq_direct):
             turn = self.turn(m, place, g_turns, warpgroup)
             self.add_dq(dq, g_dq[m, None].iterator.toint(), turn, warpgroup)
@@ -540,22 +545,24 @@ class BwdMainloop:
         pipes,
         states,
         blocks,
+        end_keys=None,
     ):
         """All query tiles of one query head.
 
         frags from `fragments`; shared: lse2, D, dS, dQ; inputs: scale of a score, softcap's factor, slope of ALiBi;
         place: position of the thread's first key, seqlen_k, seqlen_k - seqlen_q, window, key tile;
         g_dq (tiles, tile_m * qk_columns); g_turns (tiles, warpgroups), read with `deterministic`; gradients:
-        accumulators of dK and dV, updated in place; blocks see `query_blocks`. Returns the states of the rings.
+        accumulators of dK and dV, updated in place; blocks see `query_blocks`; end_keys: None, or the ring of K and V,
+        its state, and the query tile whose products are the last to read them. Returns the states of the rings.
         """
         cfg = self.cfg
         warpgroup = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         more = (frags, shared, inputs, place, g_dq, g_turns, gradients, pipes)
         for m in cutlass.range(blocks[0], blocks[1], unroll=1):
-            states = self.step(True, m, *more, states, warpgroup)
+            states = self.step(True, m, *more, states, warpgroup, end_keys)
         for m in cutlass.range(blocks[1], blocks[2], unroll=1):
-            states = self.step(False, m, *more, states, warpgroup)
+            states = self.step(False, m, *more, states, warpgroup, end_keys)
         if const_expr(cfg.window):
             for m in cutlass.range(blocks[2], blocks[3], unroll=1):
-                states = self.step(True, m, *more, states, warpgroup)
+                states = self.step(True, m, *more, states, warpgroup, end_keys)
         return states
