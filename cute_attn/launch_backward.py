@@ -13,8 +13,8 @@ from cute_attn.launch import _ELEMENTS, LOG2_E, _sms, _window_ends, _zero
 from cute_attn.launch_varlen import slots
 from cute_attn.memory import new_empty
 
-# Of Q, dO and the sum of dQ of the heads whose tiles are mixed under a causal mask: they stay in the L2 cache of 50 MB.
-_BYTES_IN_TURN = 32 << 20
+# Queries of a head up to which, and from which at head_dim 64, fewer heads are mixed, see `_bytes_in_turn`
+_SHORT_HEADS, _LONG_HEADS = 512, 16384
 
 
 class Backward16:
@@ -72,7 +72,7 @@ class Backward16:
         self._no_dlse = _zero(device).expand(*of_batch, heads_q, rows_q)
         self._no_slopes = _zero(device).expand(batch, heads_q)
         self._scalars = (*_factors(softmax_scale, softcap), *_window_ends(window, rows_q, rows_k))
-        self._turn = _heads_in_turn(config, heads, heads_q // heads_k * queries)
+        self._turn = _heads_in_turn(config, heads, heads_q // heads_k, queries)
         self._ctas: tuple[int, ...] = ()
         if isinstance(config, Bwd16Config) and not config.varlen:
             self._ctas = (_sms(device) if config.persistent else 0,)
@@ -149,9 +149,21 @@ def _factors(softmax_scale: float, softcap: float) -> tuple[float, float, float]
     )
 
 
-def _heads_in_turn(config: Bwd16Config | Bwd16Sm80Config, heads: int, rows: int) -> int:
-    """Of `heads` heads of K, those whose tiles are mixed under a causal mask; each has `rows` rows of queries."""
+def _heads_in_turn(config: Bwd16Config | Bwd16Sm80Config, heads: int, group: int, queries: int) -> int:
+    """Of `heads` heads of K, those whose tiles are mixed under a causal mask; each has `group` heads of `queries`."""
+    rows = group * queries
     row_bytes = (
         2 * (config.head_dim + config.head_dim_v) + 4 * config.qk_columns
     )  # of Q, dO and the sum of dQ
-    return min(max(_BYTES_IN_TURN // (rows * row_bytes), 1), heads)
+    most = _bytes_in_turn(config, queries)
+    return min(max(most // (rows * row_bytes), 1), heads)
+
+
+def _bytes_in_turn(config: Bwd16Config | Bwd16Sm80Config, queries: int) -> int:
+    """Of Q, dO and the sum of dQ of the heads whose tiles are mixed under a causal mask, so that they stay in the L2
+    cache of 50 MB beside what is cleared ahead, K, V, dK and dV. Short heads have many of these (perf/log.md, run 22).
+    """
+    hopper = isinstance(config, Bwd16Config)  # with the other kernel not measured
+    if hopper and queries <= _SHORT_HEADS:
+        return 8 << 20
+    return (16 if hopper and config.qk_columns <= 64 and queries >= _LONG_HEADS else 32) << 20

@@ -41,7 +41,7 @@ LONG_QUERIES_BACKWARD: Final = 8192
 """Queries from which a step of the 16-bit backward has more of them under a causal mask."""
 
 SHORT_QUERIES_BACKWARD: Final = 1024
-"""Queries up to which it has as few without a mask (457 us instead of 497 at 512, 727 instead of 737 at 1,024)."""
+"""Queries up to which it has as few without a mask, and persistent CTAs at head_dim 128 (perf/log.md, run 22)."""
 
 _CAUSAL_CLUSTER_BLOCKS: Final = 64
 """Tiles of a head from which clusters pay under a causal mask (perf/log.md, run 21)."""
@@ -252,6 +252,11 @@ def backward16_config(
     elif min(head_dim, head_dim_v) > 64 and many and not (window or softcap or alibi or varlen):
         # Fewer bytes through shared memory for each query. Sequences of unlike length want powers of two.
         config = dataclasses.replace(config, tile_m=80, dq_split="transposed")
+    plain = not (window or softcap or alibi or deterministic or varlen)
+    most = {64: seqlen_q, 128: SHORT_QUERIES_BACKWARD}.get(head_dim, 0)
+    if plain and head_dim == head_dim_v and 0 < seqlen_q <= most:
+        # K and V given back early gain up to 4% at 64 columns; at 128, with one buffer for dK and dV, nothing
+        config = dataclasses.replace(config, persistent=True, early_keys=head_dim == 64)
     config.check()
     return config
 

@@ -506,7 +506,6 @@ def test_names_tell_configurations_apart() -> None:
         {"varlen": True},
         {"first_blocks": 2},
         {"persistent": True},
-        {"passes_back": True},
         {"persistent": True, "early_keys": True},
         {"consumer_regs": 232},
     ]

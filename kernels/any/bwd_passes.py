@@ -88,11 +88,6 @@ class BwdPrologue:
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         _, heads, blocks, _ = m_dq_sum.shape
-        if const_expr(cfg.passes_back):
-            ctas, _, _ = cute.arch.grid_dim()
-            cta = (
-                ctas - 1 - cta
-            )  # what is left in L2: for the main kernel its first heads, for the pass behind the last
         block, head, batch = cta % blocks, cta // blocks % heads, cta // blocks // heads
         first, end = Int32(0), m_out.shape[1]  # with `varlen`, row of the block, and of the sequence's end
         zeros = cute.make_rmem_tensor(4, Float32)
@@ -196,11 +191,6 @@ class BwdEpilogue:
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         _, heads, blocks, _ = m_dq_sum.shape
-        if const_expr(cfg.passes_back):
-            ctas, _, _ = cute.arch.grid_dim()
-            cta = (
-                ctas - 1 - cta
-            )  # what is left in L2: for the main kernel its first heads, for the pass behind the last
         block, head, batch = cta % blocks, cta // blocks % heads, cta // blocks // heads
         storage = SmemAllocator().allocate(self.storage)
         tile = storage.tile.get_tensor(cute.make_layout((cfg.tile_m, cfg.qk_columns), stride=(self.pitch, 1)))

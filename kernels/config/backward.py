@@ -45,7 +45,6 @@ class Bwd16Config:
     # CTAs, one an SM, take key tiles by a count in memory, and load for the next one while this one ends
     persistent: bool = False
     early_keys: bool = False  # with `persistent`: dQ of a tile's last step ends the use of K and V, not dK
-    passes_back: bool = False  # the passes before and behind take the last heads first
     consumer_regs: int = 240  # setmaxnreg of the consumer warpgroups
     producer_regs: int = 24
 
@@ -147,7 +146,6 @@ class Bwd16Config:
             "_deterministic" * self.deterministic
             + "_persistent" * self.persistent
             + "_early" * self.early_keys
-            + "_back" * self.passes_back
         )
         regs = "" if self.consumer_regs == 240 else f"_r{self.consumer_regs}"
         return (

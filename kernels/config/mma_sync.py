@@ -154,7 +154,6 @@ class Bwd16Sm80Config:
 
     dq_parts = 1  # as in Bwd16Config, and so is the next
     clears_ahead = False
-    passes_back = False
 
     @property
     def threads(self) -> int:
