@@ -601,7 +601,7 @@ def _chosen16(
     configs: dict[KernelConfig, None] = {}
     for (head_dim, head_dim_v), dtype, mask, chosen in itertools.product(head_dims, dtypes, masks, features):
         options = dict.fromkeys(chosen, True) | ({} if mask == "full" else {mask: True})
-        lengths = (plan16.SHORT_QUERIES, 1 << 20)
+        lengths = (*plan16.SHORT_QUERIES, 1 << 20)
         for unlike, seqlen_q in itertools.product((False, True) if varlen else (False,), lengths):
             config = plan16.forward16_config(
                 head_dim, head_dim_v, dtype, **options, seqlen_q=seqlen_q, varlen=unlike

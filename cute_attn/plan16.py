@@ -34,9 +34,6 @@ from cute_attn.plan_sm80 import forward16_sm80_choice
 from cute_attn.problem import ARCHS, CAPABILITIES, dotted
 from cute_attn.tiles import DTYPE_NAMES
 
-SHORT_QUERIES: Final = 2048
-"""Queries of a causal sequence up to which a tile of the 16-bit kernel has fewer of them (perf/log.md, run 13)."""
-
 LONG_QUERIES_BACKWARD: Final = 8192
 """Queries from which a step of the 16-bit backward has more of them under a causal mask."""
 
@@ -62,7 +59,7 @@ class Tile16:
     columns: int
     why: str
     plain: bool | None = None  # only without (True) or with (False) a mask, softcap or ALiBi; None: both
-    short: bool = False  # only causal sequences of at most SHORT_QUERIES queries
+    short: int = 0  # only causal sequences of at most so many queries; 0: all
     tile_m: int = 128
     tile_n: int = 128
     consumer_regs: int = 240
@@ -78,7 +75,7 @@ _BOUND_16: Final = "what two stages of K and V leave room for in shared memory"
 TILES_16: Final = (
     Tile16(
         columns=64,
-        short=True,
+        short=1024,
         pingpong=True,
         why="a block of rows also computes keys that its diagonal tiles hide: blocks of 192 rows waste more there "
         "than their third consumer warpgroup gains",
@@ -103,10 +100,20 @@ TILES_16: Final = (
         why="176 keys a step would fit, but were 5% slower (perf/log.md, run 21)",
     ),
     Tile16(columns=192, tile_n=112, cluster=2, why=_BOUND_16),
+    Tile16(
+        columns=256,
+        short=512,
+        tile_n=64,
+        why="its last keys end where those of its rows do; with 80 keys a step, which fit, a tenth more are loaded and "
+        "computed for nothing",
+    ),
     Tile16(columns=256, tile_n=80, cluster=2, why=_BOUND_16),
 )
 """Rows in the order of `columns`: the first that serves a problem is taken. Those of 64, 128 and 256 columns
-were measured on an H200 (perf/log.md, runs 11, 16 and 21), the others follow them."""
+were measured on an H200 (perf/log.md, runs 11, 13, 16, 21 and 22), the others follow them."""
+
+SHORT_QUERIES: Final = tuple(sorted({tile.short for tile in TILES_16 if tile.short}))
+"""Queries of a causal sequence up to which it may have another tile."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -159,9 +166,12 @@ def forward16_choice(
     """What `forward16_config` returns, and the reasons, one sentence for each choice."""
     columns = -(-max(head_dim, head_dim_v) // 32) * 32
     plain = not (causal or window or softcap or alibi)
-    short = causal and seqlen_q <= SHORT_QUERIES
     tile = next(
-        t for t in TILES_16 if columns <= t.columns and t.plain in (None, plain) and (short or not t.short)
+        t
+        for t in TILES_16
+        if columns <= t.columns
+        and t.plain in (None, plain)
+        and (t.short == 0 or (causal and seqlen_q <= t.short))
     )
     pack_gqa, why_pack = choose_pack_gqa(group, seqlen_q, tile.tile_m, varlen)
     consumer_regs, producer_regs = tile.consumer_regs, tile.producer_regs
@@ -278,7 +288,11 @@ def all_forward16_configs() -> list[Fwd16Config]:
         forward16_config(192, 128, "bf16", causal=True),
         forward16_config(40, 72, "fp16"),
         forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1),
-        forward16_config(64, 64, "bf16", causal=True, seqlen_q=SHORT_QUERIES),
+        *(
+            forward16_config(tile.columns, tile.columns, "bf16", causal=True, seqlen_q=tile.short)
+            for tile in TILES_16
+            if tile.short
+        ),
     ]
     varlen = [
         forward16_config(64, 64, "bf16", causal=True, varlen=True),

@@ -411,6 +411,17 @@ def test_tile_table() -> None:
     assert sizes == [(192, 128)] * 2 + [(128, 192)] + [(128, 128)] * 3 + [(128, 80)] * 2
 
 
+def test_short_causal_sequences_have_tiles_of_their_own() -> None:
+    def tile(head_dim: int, seqlen_q: int, **options: bool) -> tuple[int, int]:
+        config = forward16_config(head_dim, head_dim, "bf16", seqlen_q=seqlen_q, **options)
+        return config.tile_m, config.tile_n
+
+    assert [tile(64, n, causal=True) for n in (1, 1024, 1025)] == [(128, 128)] * 2 + [(192, 128)]
+    assert [tile(256, n, causal=True) for n in (1, 512, 513)] == [(128, 64)] * 2 + [(128, 80)]
+    assert [tile(d, 512) for d in (64, 256)] == [(192, 128), (128, 80)]
+    assert tile(64, 512, window=True) == (192, 128) and tile(256, 512, causal=True, varlen=True) == (128, 64)
+
+
 def test_clusters_are_for_heads_with_tiles_enough() -> None:
     def cluster(head_dim: int, seqlen_q: int, **options: bool) -> int:
         return forward16_config(head_dim, head_dim, "bf16", seqlen_q=seqlen_q, **options).cluster
