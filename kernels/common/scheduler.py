@@ -74,13 +74,16 @@ def unit_coord(
 
 
 @cute.jit
-def key_blocks(m_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window, cfg: FwdConfig):
-    """Key blocks of a tile, visited from the highest keys down: (end, passed, masked, plain_end, first).
+def key_blocks(m_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window, cfg: FwdConfig, warpgroup=None):
+    """Key blocks of a tile, or of the 64 rows of a warpgroup, visited from the highest keys down: (end, passed, masked,
+    plain_end, first).
 
-    Blocks first .. end - 1 are those of the unit: all CTAs of a cluster load them, and a tile passes over the highest
-    `passed`, of which it sees no key. Of the rest, counted in the order of visits, those before `masked` and, with a
-    window (left, right), those from `plain_end` on need a mask. At least one block is visited, so that a query tile
-    that sees no key still runs the loop once, fully masked, and ends with an empty sum.
+    Blocks first .. end - 1 are those of the unit: all CTAs of a cluster load them, and a tile or warpgroup passes over
+    the highest `passed`, of which it sees no key. Of the rest, counted in the order of visits, those before `masked`
+    and, with a window (left, right), those from `plain_end` on need a mask. At least one block is visited, so that a
+    query tile that sees no key still runs the loop once, fully masked, and ends with an empty sum.
+
+    warpgroup  read with a causal mask only; None for the tile
     """
     tile_n = cfg.tile_n
     first_row = m_block * cfg.tile_m // cfg.pack_gqa  # query of the tile's first row
@@ -99,7 +102,11 @@ def key_blocks(m_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window, cfg: Fw
     elif cutlass.const_expr(cfg.causal):
         end = blocks_seen((m_block // cfg.cluster + 1) * cfg.cluster * cfg.tile_m, seqlen_q, seqlen_k, cfg)
         own = end
-        if cutlass.const_expr(cfg.cluster > 1):
+        if cutlass.const_expr(warpgroup is not None):
+            rows_before = m_block * cfg.tile_m + warpgroup * 64
+            first_row = rows_before // cfg.pack_gqa
+            own = blocks_seen(rows_before + 64, seqlen_q, seqlen_k, cfg)
+        elif cutlass.const_expr(cfg.cluster > 1):
             own = blocks_seen((m_block + 1) * cfg.tile_m, seqlen_q, seqlen_k, cfg)
         seen_by_first = cutlass.min(seqlen_k, first_row + 1 + seqlen_k - seqlen_q)
     else:

@@ -38,6 +38,7 @@ class _Forward:
     sinks: bool
     varlen = False  # sequences of one length unless a subclass has others
     split_keys = False
+    skips_keys = False  # whether a warpgroup passes over key blocks that a causal mask hides from its rows
     padded_v = False  # with `varlen`, whether V of each sequence begins at a multiple of V_SCALE_GROUP keys
 
     @property
@@ -282,6 +283,11 @@ class Fwd16Config(_Forward):
     @property
     def out_dtype(self) -> str:
         return self.dtype
+
+    @property
+    def skips_keys(self) -> bool:
+        """The last 64 rows of a tile see keys that the others do not. Turns want as many steps of all warpgroups."""
+        return self.causal and self.tile_n < self.tile_m and not (self.pingpong or self.split_keys)
 
     @property
     def head_dim_padded(self) -> int:

@@ -502,7 +502,8 @@ class FwdSm90:
         row0, limits = self.rows_of(m_block, seqlen_q, seqlen_k, window)
         of_all = side
         side = self.side_of(of_all, batch, first_row, seqlen_q, first_key, seqlen_k)
-        blocks = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg)
+        own = warpgroup if cutlass.const_expr(cfg.skips_keys) else None
+        blocks = key_blocks(m_block, seqlen_q, seqlen_k, window, cfg, own)
         if cutlass.const_expr(cfg.split_keys):
             blocks, _ = split_blocks(blocks, found[8], splits)
         inputs = self.policy.tile_inputs(

@@ -154,9 +154,9 @@ class Mainloop:
         state_q, stage = states
         blocks, passed = key_blocks[0], key_blocks[1]
         q_frag, k_frag, v_frags = frags
-        if const_expr(self.cfg.cluster > 1 and self.cfg.causal):
-            # Blocks of another tile of the unit: the TMA loads of both CTAs fill them here, too, and the producers of
-            # both wait for this CTA's warps to release them, unread.
+        if const_expr(self.cfg.skips_keys or (self.cfg.cluster > 1 and self.cfg.causal)):
+            # Blocks for other warpgroups, or another tile of the unit: the TMA loads of both CTAs fill them here, too,
+            # and the producers of both wait for all warps to release them, unread or not.
             for _ in cutlass.range(passed, unroll=1):
                 pipe_k.consumer_wait(stage)
                 pipe_k.consumer_release(stage)
