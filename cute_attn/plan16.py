@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -59,23 +59,53 @@ class Tile16:
     columns: int
     why: str
     plain: bool | None = None  # only without (True) or with (False) a mask, softcap or ALiBi; None: both
-    short: int = 0  # only causal sequences of at most so many queries; 0: all
+    causal: bool = False  # only with a causal mask
+    bare: bool = False  # only with at most a causal mask, and sequences of one length
+    queries: range = range(1 << 31)  # only sequences of so many
     tile_m: int = 128
     tile_n: int = 128
     consumer_regs: int = 240
     producer_regs: int = 24
     pingpong: bool = False  # turns of the warpgroups at the tensor core
+    kv_stages: int = 2
     cluster: int = 1  # where a head has tiles enough, see `choose_cluster`
 
 
 # a consumer's and the producer's where two consume and the producer looks for tiles, too; 240 would leave it 24
 _REGS_VARLEN: Final = (232, 40)
+# four consumer warpgroups: 112 registers hold S and P of 64 keys, and O
+_FOUR: Final[dict[str, Any]] = {
+    "tile_m": 256,
+    "tile_n": 64,
+    "kv_stages": 4,
+    "consumer_regs": 112,
+    "producer_regs": 32,
+}
 _BOUND_16: Final = "what two stages of K and V leave room for in shared memory"
 
 TILES_16: Final = (
     Tile16(
         columns=64,
-        short=1024,
+        causal=True,
+        bare=True,
+        queries=range(512, 4097),
+        **_FOUR,
+        why="four consumer warpgroups cover each other's softmax, and the first and last steps of tiles; each passes "
+        "over keys that its rows do not see",
+    ),
+    Tile16(
+        columns=64,
+        plain=True,
+        bare=True,
+        queries=range(512, 4097),
+        pingpong=True,
+        **_FOUR,
+        why="four consumer warpgroups in turns cover each other's softmax, and the first and last steps of tiles",
+    ),
+    Tile16(
+        columns=64,
+        causal=True,
+        queries=range(1025),
         pingpong=True,
         why="a block of rows also computes keys that its diagonal tiles hide: blocks of 192 rows waste more there "
         "than their third consumer warpgroup gains",
@@ -102,18 +132,22 @@ TILES_16: Final = (
     Tile16(columns=192, tile_n=112, cluster=2, why=_BOUND_16),
     Tile16(
         columns=256,
-        short=512,
+        causal=True,
+        bare=True,
+        queries=range(513),
         tile_n=64,
-        why="its last keys end where those of its rows do; with 80 keys a step, which fit, a tenth more are loaded and "
-        "computed for nothing",
+        why="keys of a step end where those of a warpgroup's rows do, which passes over others; with 80 keys a step, "
+        "which fit, a tenth more are loaded and computed for nothing",
     ),
     Tile16(columns=256, tile_n=80, cluster=2, why=_BOUND_16),
 )
 """Rows in the order of `columns`: the first that serves a problem is taken. Those of 64, 128 and 256 columns
 were measured on an H200 (perf/log.md, runs 11, 13, 16, 21 and 22), the others follow them."""
 
-SHORT_QUERIES: Final = tuple(sorted({tile.short for tile in TILES_16 if tile.short}))
-"""Queries of a causal sequence up to which it may have another tile."""
+SHORT_QUERIES: Final = tuple(
+    sorted({n for t in TILES_16 for n in (t.queries.start - 1, t.queries.stop - 1) if 0 < n < 1 << 20})
+)
+"""Queries of a sequence up to which it may have another tile than with more of them."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -165,13 +199,16 @@ def forward16_choice(
 ) -> tuple[Fwd16Config, tuple[str, ...]]:
     """What `forward16_config` returns, and the reasons, one sentence for each choice."""
     columns = -(-max(head_dim, head_dim_v) // 32) * 32
+    bare = not (window or softcap or alibi or sinks or varlen)
     plain = not (causal or window or softcap or alibi)
     tile = next(
         t
         for t in TILES_16
         if columns <= t.columns
         and t.plain in (None, plain)
-        and (t.short == 0 or (causal and seqlen_q <= t.short))
+        and (causal or not t.causal)
+        and (bare or not t.bare)
+        and seqlen_q in t.queries
     )
     pack_gqa, why_pack = choose_pack_gqa(group, seqlen_q, tile.tile_m, varlen)
     consumer_regs, producer_regs = tile.consumer_regs, tile.producer_regs
@@ -187,7 +224,7 @@ def forward16_choice(
         head_dim_v=head_dim_v,
         tile_m=tile.tile_m,
         tile_n=tile.tile_n,
-        kv_stages=2,
+        kv_stages=tile.kv_stages,
         dtype=dtype,
         causal=causal,
         window=window,
@@ -289,9 +326,15 @@ def all_forward16_configs() -> list[Fwd16Config]:
         forward16_config(40, 72, "fp16"),
         forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1),
         *(
-            forward16_config(tile.columns, tile.columns, "bf16", causal=True, seqlen_q=tile.short)
-            for tile in TILES_16
-            if tile.short
+            forward16_config(head_dim, head_dim, dtype, causal=causal, seqlen_q=seqlen_q)
+            for head_dim, dtype, causal in (
+                (64, "bf16", True),
+                (64, "fp16", True),
+                (64, "bf16", False),
+                (40, "fp16", True),
+                (256, "bf16", True),
+            )
+            for seqlen_q in SHORT_QUERIES
         ),
     ]
     varlen = [

@@ -411,15 +411,33 @@ def test_tile_table() -> None:
     assert sizes == [(192, 128)] * 2 + [(128, 192)] + [(128, 128)] * 3 + [(128, 80)] * 2
 
 
-def test_short_causal_sequences_have_tiles_of_their_own() -> None:
+def test_tiles_of_short_sequences() -> None:
     def tile(head_dim: int, seqlen_q: int, **options: bool) -> tuple[int, int]:
         config = forward16_config(head_dim, head_dim, "bf16", seqlen_q=seqlen_q, **options)
         return config.tile_m, config.tile_n
 
-    assert [tile(64, n, causal=True) for n in (1, 1024, 1025)] == [(128, 128)] * 2 + [(192, 128)]
+    old, four, long = (128, 128), (256, 64), (192, 128)
+    assert [tile(64, n, causal=True) for n in (1, 511, 512, 4096, 4097)] == [old, old, four, four, long]
+    assert [tile(64, n) for n in (1, 511, 512, 4096, 4097)] == [long, long, four, four, long]
+    for feature in ("sinks", "softcap", "alibi", "varlen"):
+        assert [tile(64, n, causal=True, **{feature: True}) for n in (1024, 1025)] == [old, long]
+        assert tile(64, 1024, **{feature: True}) == long
+    assert tile(64, 1024, window=True) == long
     assert [tile(256, n, causal=True) for n in (1, 512, 513)] == [(128, 64)] * 2 + [(128, 80)]
-    assert [tile(d, 512) for d in (64, 256)] == [(192, 128), (128, 80)]
-    assert tile(64, 512, window=True) == (192, 128) and tile(256, 512, causal=True, varlen=True) == (128, 64)
+    assert tile(256, 512) == (128, 80) == tile(256, 512, causal=True, varlen=True)
+
+
+def test_who_passes_over_keys() -> None:
+    """Warpgroups of a tile whose steps are as narrow as their rows, without turns."""
+    for head_dim, seqlen_q, causal, expected in (
+        (64, 1024, True, True),
+        (64, 1024, False, False),
+        (64, 8192, True, False),
+        (256, 512, True, True),
+        (256, 1024, True, False),
+    ):
+        config = forward16_config(head_dim, head_dim, "bf16", causal=causal, seqlen_q=seqlen_q)
+        assert config.skips_keys == expected
 
 
 def test_clusters_are_for_heads_with_tiles_enough() -> None:
@@ -437,7 +455,7 @@ def test_clusters_are_for_heads_with_tiles_enough() -> None:
         ({"head_dim": 36}, "head_dim must be a multiple of 8 from 32 to 256, got 36"),
         ({"head_dim_v": 264}, "head_dim_v must be a multiple of 8 from 32 to 256, got 264"),
         ({"tile_n": 120}, "tile_n must be a multiple of 16 from 16 to 256, got 120"),
-        ({"tile_m": 96}, "tile_m must be 64, 128 or 192, got 96"),
+        ({"tile_m": 96}, "tile_m must be 64, 128, 192 or 256, got 96"),
         ({"dtype": "fp32"}, "dtype must be 'bf16' or 'fp16', got 'fp32'"),
         ({"causal": True, "window": True}, "causal must be False with a window"),
         ({"window": True, "cluster": 2}, "cluster must be 1 with a window, got 2"),

@@ -63,6 +63,16 @@ VARIANTS = [
     for causal in (False, True)
     for overlap, pingpong in itertools.product((False, True), repeat=2)
 ]
+# four consumer warpgroups, with a causal mask each with its own keys; two with their own keys
+SHORT = [
+    forward16_config(64, 64, dtype, causal=causal, seqlen_q=1024)
+    for dtype in ("bf16", "fp16")
+    for causal in (False, True)
+]
+SHORT += [
+    replace(SHORT[1], head_dim_v=40),
+    forward16_config(256, 256, "bf16", causal=True, seqlen_q=512),
+]
 CLUSTERS = [
     replace(forward16_config(d, d, "bf16", causal=causal), cluster=2)
     for d in (64, 128, 256)
@@ -142,7 +152,7 @@ def test_fp16(head_dim: int, causal: bool, backend: str) -> None:
         )
 
 
-@pytest.mark.parametrize("config", [*VARIANTS, *CLUSTERS], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*VARIANTS, *CLUSTERS, *SHORT], ids=lambda config: config.name)
 def test_variants_and_several_tiles_a_cta(config: Fwd16Config) -> None:
     """Few CTAs, each with many tiles: rings, turns and the staging of O go on from tile to tile."""
     for shape, sms in (((2, 700, 1500, 4, 2), 4), ((1, 333, 90, 3, 1), 2), ((1, 2000, 2000, 3, 3), 6)):
@@ -150,6 +160,16 @@ def test_variants_and_several_tiles_a_cta(config: Fwd16Config) -> None:
         forward = launch.Forward16(q.shape, v.shape, config, q.device, softmax_scale=0.1, sms=sms)
         got = forward(q, k, v)
         check(got, q, k, v, softmax_scale=0.1, window=(-1, 0 if config.causal else -1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_rows_of_four_warpgroups(causal: bool) -> None:
+    """Rows of a group share tiles of 256, each warpgroup with its own keys."""
+    config = forward16_config(64, 64, "bf16", causal=causal, group=8, seqlen_q=520)
+    assert config.tile_m == 256 and config.pack_gqa > 1
+    q, k, v = tensors((2, 520, 700, 16, 2), 64, 64)
+    got = flash_attn_func(q, k, v, softmax_scale=0.1, causal=causal, return_lse=True)
+    check(got, q, k, v, softmax_scale=0.1, window=(-1, 0 if causal else -1))
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8])

@@ -87,8 +87,8 @@ class _Forward:
 
     def _check_cta(self) -> None:
         """Raise ValueError where rows, cluster, shared memory or registers of a CTA break a limit."""
-        if self.tile_m not in (64, 128, 192):
-            raise ValueError(f"tile_m must be 64, 128 or 192, got {self.tile_m}")
+        if self.tile_m not in (64, 128, 192, 256):
+            raise ValueError(f"tile_m must be 64, 128, 192 or 256, got {self.tile_m}")
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
         if self.pack_gqa < 1 or 64 % self.pack_gqa:
@@ -286,8 +286,10 @@ class Fwd16Config(_Forward):
 
     @property
     def skips_keys(self) -> bool:
-        """The last 64 rows of a tile see keys that the others do not. Turns want as many steps of all warpgroups."""
-        return self.causal and self.tile_n < self.tile_m and not (self.pingpong or self.split_keys)
+        """The last 64 rows of a tile see keys that others do not: blocks of them, if these are as narrow. Turns want
+        as many steps of all warpgroups."""
+        narrow = self.tile_n <= 64 < self.tile_m
+        return self.causal and narrow and not (self.pingpong or self.split_keys or self.varlen)
 
     @property
     def head_dim_padded(self) -> int:

@@ -61,7 +61,7 @@ class Barrier(enum.IntEnum):
 
     # + warpgroup: its 128 threads; the rows of O staged before have left, or those of now are staged
     STORE = 1
-    TURN = 4  # + warpgroup: it and the one before it, 256 threads; the warpgroup may issue its products
+    TURN = 5  # + warpgroup: it and the one before it, 256 threads; the warpgroup may issue its products
 
 
 class Mainloop:
