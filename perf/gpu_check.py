@@ -108,9 +108,9 @@ def small_16bit() -> None:
     """16-bit forward, of equal and of unlike lengths, and its gradients, with an order of their sums and without."""
     import torch
 
-    from cute_attn import flash_attn_func, flash_attn_varlen_func, launch
+    from cute_attn import flash_attn_func, flash_attn_varlen_func, launch, launch_backward
 
-    launch._sms = lambda device: 2  # few CTAs, so that each takes several tiles
+    launch._sms = launch_backward._sms = lambda device: 2  # few CTAs, so that each takes several tiles
     torch.manual_seed(0)
     batch, seqlen_q, seqlen_k, heads_q, heads_k = SMALL
 

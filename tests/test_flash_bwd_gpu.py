@@ -158,6 +158,7 @@ def test_sums_that_other_ctas_clear(
     """With one head in turn, CTAs of each head clear the sum of dQ of the next one, which in other tests is cleared
     beforehand. GQA, tails, rows without keys; the last shape has too few keys for that."""
     monkeypatch.setattr(launch_backward, "_bytes_in_turn", lambda config, queries: 1)
+    monkeypatch.setattr(launch_backward, "_sms", lambda device: 5)  # of persistent ones each has several tiles
     for shape in ((2, 321, 455, 6, 3), (3, 500, 135, 4, 2), (1, 705, 701, 8, 8), (2, 1300, 150, 2, 2)):
         inputs = tensors(shape, head_dim, head_dim)
         out, lse = flash_attn_func(*inputs, window_size=window, return_lse=True)
