@@ -386,6 +386,7 @@ def all_backward16_configs() -> list[Bwd16Config]:
         backward16_config(96, 72, "fp16"),
         backward16_config(128, 128, "bf16", causal=True, seqlen_q=LONG_QUERIES_BACKWARD - 1),
         backward16_config(128, 128, "bf16", seqlen_q=SHORT_QUERIES_BACKWARD),
+        backward16_config(128, 128, "bf16", causal=True, seqlen_q=SHORT_QUERIES_BACKWARD),
     ]
     varlen = [
         backward16_config(64, 64, "bf16", varlen=True),

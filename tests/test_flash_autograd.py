@@ -491,6 +491,30 @@ def test_impossible_configurations(changed: dict[str, Any], message: str) -> Non
         replace(good, **changed).check()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_persistent_ctas_and_heads_in_turn(causal: bool) -> None:
+    """Where measured to gain, and nowhere else (perf/log.md, run 22)."""
+
+    def chosen(head_dim: int, seqlen_q: int, **options: bool) -> tuple[bool, bool]:
+        config = backward16_config(head_dim, head_dim, "bf16", seqlen_q=seqlen_q, **options)
+        return config.persistent, config.early_keys
+
+    for queries in (1, 512, 1024, 1025, 1 << 20):
+        assert chosen(64, queries, causal=causal) == (True, True)
+        assert chosen(128, queries, causal=causal) == (queries <= 1024, False)
+        assert chosen(256, queries, causal=causal) == (False, False)
+    for feature in ("softcap", "alibi", "deterministic", "varlen"):
+        for head_dim in (64, 128):
+            assert chosen(head_dim, 512, causal=causal, **{feature: True}) == (False, False)
+    for head_dim in (64, 128):
+        assert chosen(head_dim, 512, window=True) == (False, False)
+    for head_dim, queries, megabytes in (
+        (64, 512, 8), (64, 513, 32), (64, 16383, 32), (64, 16384, 16), (128, 512, 8), (128, 513, 32), (128, 16384, 32),
+    ):  # fmt: skip
+        config = backward16_config(head_dim, head_dim, "bf16", causal=causal, seqlen_q=queries)
+        assert launch_backward._bytes_in_turn(config, queries) == megabytes << 20
+
+
 def test_names_tell_configurations_apart() -> None:
     configs = plan16.all_backward16_configs()
     assert len({config.name for config in configs}) == len(configs) == len(set(configs))

@@ -6,6 +6,7 @@ poisoned before every launch: what the kernels do not write stays NaN.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -158,7 +159,9 @@ def test_sums_that_other_ctas_clear(
     """With one head in turn, CTAs of each head clear the sum of dQ of the next one, which in other tests is cleared
     beforehand. GQA, tails, rows without keys; the last shape has too few keys for that."""
     monkeypatch.setattr(launch_backward, "_bytes_in_turn", lambda config, queries: 1)
-    monkeypatch.setattr(launch_backward, "_sms", lambda device: 5)  # of persistent ones each has several tiles
+    monkeypatch.setattr(
+        launch_backward, "_sms", lambda device: 5
+    )  # of persistent ones each has several tiles
     for shape in ((2, 321, 455, 6, 3), (3, 500, 135, 4, 2), (1, 705, 701, 8, 8), (2, 1300, 150, 2, 2)):
         inputs = tensors(shape, head_dim, head_dim)
         out, lse = flash_attn_func(*inputs, window_size=window, return_lse=True)
@@ -296,3 +299,48 @@ def test_torch_compile_and_graphs(backend: str) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert all(map(torch.equal, want, captured))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_persistent_ctas_in_replayed_graphs_and_side_by_side(
+    head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The count of key tiles begins at zero in every replay, and two streams have one each. dk and dv are sums in a
+    fixed order, so they are equal to the bit."""
+    monkeypatch.setattr(launch_backward, "_sms", lambda device: 5)
+    calls = []
+    for _ in range(2):
+        inputs = tensors((2, 700, 900, 4, 2), head_dim, head_dim)
+        out = flash_attn_func(*inputs, causal=True)
+        calls.append((out, inputs, torch.randn_like(out)))
+    want = [torch.autograd.grad(*call, retain_graph=True) for call in calls]
+
+    def same(got: Any, expected: Any) -> None:
+        assert all(map(torch.equal, got[1:], expected[1:]))
+        torch.testing.assert_close(got[0], expected[0], rtol=2e-2, atol=1e-3)
+
+    def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(flash_attn_func(q, k, v, causal=True), (q, k, v), dout)
+
+    streams = [torch.cuda.Stream() for _ in calls]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    graphs, captured = [], []
+    for stream, (_, inputs, dout) in zip(streams, calls, strict=True):
+        with torch.cuda.stream(stream):
+            gradients(*inputs, dout)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured.append(gradients(*inputs, dout))
+        graphs.append(graph)
+    for _ in range(5):
+        for gradient in itertools.chain.from_iterable(captured):
+            gradient.zero_()
+        torch.cuda.synchronize()
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for got, expected in zip(captured, want, strict=True):
+            same(got, expected)
