@@ -209,8 +209,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
         ]
         if config.varlen:
             args += [integers(ends), integers(ends), integers(cute.sym_int32())]
-        count = 4 if config.varlen or isinstance(config, Bwd16Config) else 3
-        args += [*[cutlass.Float32(1.0)] * 3, *[cutlass.Int32(1)] * count]
+        args += [*[cutlass.Float32(1.0)] * 3, *[cutlass.Int32(1)] * 4]
     elif isinstance(config, FwdConfig):
         from cute_attn.kernels.entry import FwdEntry, FwdVarlenEntry
         from cute_attn.kernels.sm90.fwd_8bit import Fwd8bitSm90, Fwd8bitVarlenSm90

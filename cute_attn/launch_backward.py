@@ -74,8 +74,9 @@ class Backward16:
         self._scalars = (*_factors(softmax_scale, softcap), *_window_ends(window, rows_q, rows_k))
         self._turn = _heads_in_turn(config, heads, heads_q // heads_k, queries)
         self._ctas: tuple[int, ...] = ()
-        if isinstance(config, Bwd16Config) and not config.varlen:
-            self._ctas = (_sms(device) if config.persistent else 0,)
+        if not config.varlen:
+            persistent = isinstance(config, Bwd16Config) and config.persistent
+            self._ctas = (_sms(device) if persistent else 0,)
 
     def __call__(
         self,

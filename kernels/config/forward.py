@@ -38,8 +38,12 @@ class _Forward:
     sinks: bool
     varlen = False  # sequences of one length unless a subclass has others
     split_keys = False
-    skips_keys = False  # whether a warpgroup passes over key blocks that a causal mask hides from its rows
     padded_v = False  # with `varlen`, whether V of each sequence begins at a multiple of V_SCALE_GROUP keys
+
+    @property
+    def skips_keys(self) -> bool:
+        """Whether a warpgroup passes over key blocks that a causal mask hides from its rows."""
+        return False
 
     @property
     def features(self) -> str:

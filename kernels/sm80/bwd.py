@@ -91,7 +91,8 @@ class Bwd16Sm80Main:
         window_left: Int32,
         window_right: Int32,
         turn: Int32,  # heads of K whose tiles are mixed, see `key_block_coord`
-        ahead: Int32,  # not read
+        ahead: Int32,  # not read, nor is the next
+        ctas: Int32,
         stream,
         lengths=(),  # with `varlen`, see `kernel`; batch is 1 then
     ):
