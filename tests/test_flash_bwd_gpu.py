@@ -6,6 +6,7 @@ poisoned before every launch: what the kernels do not write stays NaN.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -308,39 +309,32 @@ def test_persistent_ctas_in_replayed_graphs_and_side_by_side(
     """The count of key tiles begins at zero in every replay, and two streams have one each. dk and dv are sums in a
     fixed order, so they are equal to the bit."""
     monkeypatch.setattr(launch_backward, "_sms", lambda device: 5)
-    calls = []
+    config = plan16.backward16_config(head_dim, head_dim, "bf16", causal=True, seqlen_q=700)
+    assert config.persistent
+    calls, want, graphs, captured, streams = [], [], [], [], []
     for _ in range(2):
-        inputs = tensors((2, 700, 900, 4, 2), head_dim, head_dim)
-        out = flash_attn_func(*inputs, causal=True)
-        calls.append((out, inputs, torch.randn_like(out)))
-    want = [torch.autograd.grad(*call, retain_graph=True) for call in calls]
-
-    def same(got: Any, expected: Any) -> None:
-        assert all(map(torch.equal, got[1:], expected[1:]))
-        torch.testing.assert_close(got[0], expected[0], rtol=2e-2, atol=1e-3)
-
-    def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(flash_attn_func(q, k, v, causal=True), (q, k, v), dout)
-
-    streams = [torch.cuda.Stream() for _ in calls]
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream())
-    graphs, captured = [], []
-    for stream, (_, inputs, dout) in zip(streams, calls, strict=True):
-        with torch.cuda.stream(stream):
-            gradients(*inputs, dout)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            captured.append(gradients(*inputs, dout))
-        graphs.append(graph)
+        q, k, v = (x.detach() for x in tensors((2, 700, 900, 4, 2), head_dim, head_dim))
+        out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+        plan = launch_backward.Backward16(
+            q.shape, v.shape, config, q.device, batch=2, softmax_scale=head_dim**-0.5
+        )
+        call = functools.partial(plan, q, k, v, out, lse, torch.randn_like(out))
+        calls.append(call)
+        want.append([x.clone() for x in call()[:3]])
+    torch.cuda.synchronize()
+    for call in calls:
+        streams.append(torch.cuda.Stream())
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=streams[-1]):
+            captured.append(call()[:3])
     for _ in range(5):
         for gradient in itertools.chain.from_iterable(captured):
-            gradient.zero_()
+            gradient.fill_(math.nan)
         torch.cuda.synchronize()
         for stream, graph in zip(streams, graphs, strict=True):
             with torch.cuda.stream(stream):
                 graph.replay()
         torch.cuda.synchronize()
         for got, expected in zip(captured, want, strict=True):
-            same(got, expected)
+            assert all(map(torch.equal, got[1:], expected[1:]))
+            torch.testing.assert_close(got[0], expected[0], rtol=2e-2, atol=1e-3)
