@@ -64,7 +64,11 @@ VARIANTS = [
     for overlap, pingpong in itertools.product((False, True), repeat=2)
 ]
 # four consumer warpgroups, with a causal mask each with its own keys; two with their own keys
-SHORT = [forward16_config(64, 64, "bf16", causal=causal, seqlen_q=1024) for causal in (False, True)]
+SHORT = [
+    forward16_config(64, 64, dtype, causal=causal, seqlen_q=1024)
+    for dtype in ("bf16", "fp16")
+    for causal in (False, True)
+]
 SHORT += [
     replace(SHORT[1], head_dim_v=40),
     forward16_config(256, 256, "bf16", causal=True, seqlen_q=512),
@@ -152,7 +156,8 @@ def test_fp16(head_dim: int, causal: bool, backend: str) -> None:
 def test_variants_and_several_tiles_a_cta(config: Fwd16Config) -> None:
     """Few CTAs, each with many tiles: rings, turns and the staging of O go on from tile to tile."""
     for shape, sms in (((2, 700, 1500, 4, 2), 4), ((1, 333, 90, 3, 1), 2), ((1, 2000, 2000, 3, 3), 6)):
-        q, k, v = tensors(shape, config.head_dim, config.head_dim_v)
+        dtype = FP16 if config.dtype == "fp16" else BF16
+        q, k, v = tensors(shape, config.head_dim, config.head_dim_v, dtype)
         forward = launch.Forward16(q.shape, v.shape, config, q.device, softmax_scale=0.1, sms=sms)
         got = forward(q, k, v)
         check(got, q, k, v, softmax_scale=0.1, window=(-1, 0 if config.causal else -1))
