@@ -141,8 +141,8 @@ def kernels(
 ) -> list[KernelConfig]:
     """The kernels that calls of these shapes use, each once.
 
-    Where a decoder has a call of one query, they include the decoding kernel over a 16-bit cache, which `cute_attn.hf`
-    calls whatever the precision.
+    Where a decoder has a call of one query, they include the decoding kernels over a 16-bit cache, which `cute_attn.hf`
+    calls whatever the precision. Which of them a call takes hangs on the batch and the keys: all.
 
     Args:
         shapes: of the model.
@@ -185,7 +185,8 @@ def kernels(
                 found[_config16(shapes, seqlen, cuts, arch, varlen=True)] = None
     if shapes.causal and 1 in seqlens:
         for leftpad in (False, True) if varlen else (False,):
-            found[_decode_config(shapes, leftpad, arch)] = None
+            step = _decode_config(shapes, leftpad, arch)
+            found |= dict.fromkeys(decode_plan.kernels(step, shapes.heads_q // shapes.heads_k))
     if backward:
         for (_, seqlen, cuts), packed in itertools.product(lengths, (False, True) if varlen else (False,)):
             if seqlen > 1:

@@ -89,8 +89,8 @@ def test_memory_of_training() -> None:
     inputs = 1024 * 2048  # elements of q
     assert rows[0]["model_bytes"] == 4 * 2 * 16 * 1024 * 1024 + 4 * inputs
     # Out, three gradients and the float32 sum of dQ; lse, and two numbers of each row beside it. Of the sum and the
-    # two numbers rows of whole tiles, here 13 of 80.
-    in_tiles = 13 * 80
+    # two numbers rows of whole tiles, here 16 of 64.
+    in_tiles = 16 * 64
     expected = 8 * inputs + 4 * in_tiles * 2048 + 16 * (4 * 1024 + 8 * in_tiles)
     assert rows[1]["model_bytes"] == rows[2]["model_bytes"] == expected
     assert memory.memory_grid(rows) is None
