@@ -107,7 +107,7 @@ def flash_attn_with_kvcache(
         k_descale, v_descale: float32, of a float8_e4m3fn cache: (batch, heads_k), or (batch_cache or pages,
             seqlen_cache or page_size, heads_k) for one of each token; any strides. Scales of a head best lie one
             behind another, as `KVCache` has them: where those of a token do, a cache of 32 heads takes up to a quarter
-            longer (head_dim 64 and 128), one of 8 heads 2%.
+            longer (head_dim 64: 9%, 128: 24%), one of 8 heads 1%.
         rotation_signs: (head_dim,) float32, 1 or -1 (`cute_attn.quantize.rotation_signs`), of a float8_e4m3fn cache
             with rotated keys (arXiv 2407.08608, section 3.3): q, and k before it is quantised, is multiplied by them
             and by a Hadamard matrix, block by block as in `walsh_hadamard`. Q is rounded to its dtype afterwards.

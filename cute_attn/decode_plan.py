@@ -158,11 +158,6 @@ def ctas_per_sm(config: DecodeConfig) -> int:
     return max(1, min(by_registers, SM80_ARCHS[config.arch].smem_bytes // (config.smem_bytes + _RESERVED)))
 
 
-def _bytes_of_key(config: DecodeConfig) -> int:
-    """Of a key and its value, or of both heads' of a pair."""
-    return (config.k_columns + config.v_columns) * config.element_bytes
-
-
 def _narrow(config: DecodeConfig) -> bool:
     """Whether the codes of a key and its value are few: they want as many warps as an SM holds."""
     return config.fp8 and config.k_columns + config.v_columns < LIGHT_CODES
@@ -234,8 +229,7 @@ def even_splits(config: DecodeConfig, units: int, tiles: int, sms: int) -> int:
     An SM has one CTA where that keeps it busy, as it does for up to 16 rows of queries where rows lie one behind
     another and are of 16 bits, or of codes of 256 bytes for a key and its value. Narrow codes want more instructions a
     byte, as do pairs of them with more than 8 rows, pages are looked up, and more rows take more products: there memory
-    waits for a lone CTA, which counts where
-    it has many tiles, and an SM has as many as it holds.
+    waits for a lone CTA, which counts where it has many tiles, and an SM has as many as it holds.
     """
     light = config.cache == "16bit" or config.k_columns + config.v_columns >= LIGHT_CODES
     light = (
