@@ -151,6 +151,40 @@ def test_who_takes_part() -> None:
         peers.contenders("fp8", ["backward"], ["accurate"])
 
 
+def test_deterministic_contenders() -> None:
+    def labels(dtype: str, phase: str, *providers: str) -> list[str]:
+        found = peers.contenders(dtype, [phase], ["fp8"], providers or None, deterministic=True)
+        return [contender.label for contender in found]
+
+    ours, fa4 = (["cute_attn bf16", "cute_attn bf16 deterministic"], ["fa4 bf16", "fa4 bf16 deterministic"])
+    assert labels("bf16", "backward") == [*ours, "fa3 bf16", *fa4, "sdpa_flash bf16", "sdpa_cudnn bf16"]
+    assert labels("fp8", "train", "cute_attn", "fa4") == ["cute_attn fp8", *fa4]
+    with pytest.raises(
+        ValueError, match="phase forward has no gradients to be deterministic; allowed: backward, train"
+    ):
+        labels("bf16", "forward")
+    with pytest.raises(
+        ValueError, match="no provider with deterministic gradients among sdpa_flash; allowed: cute_attn"
+    ):
+        labels("bf16", "backward", "sdpa_flash")
+
+
+def test_deterministic_reaches_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend_of_the_cpu(monkeypatch)
+    calls: list[bool] = []
+    attend = flash.flash_attn_func
+
+    def noted(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        calls.append(options.get("deterministic", False))
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(flash, "flash_attn_func", noted)
+    rows = timed(peers.contenders("bf16", ["backward"], [], ["cute_attn"], deterministic=True))
+    assert [row["status"] for row in rows] == ["ok", "ok"], rows
+    assert [row.get("deterministic", False) for row in rows] == [False, True]
+    assert set(calls) == {False, True}
+
+
 # --- the report
 
 

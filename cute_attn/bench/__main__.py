@@ -134,6 +134,8 @@ def build_parser() -> argparse.ArgumentParser:
     option(what, "--providers", text, type=_choices(*peers.PROVIDERS), metavar="NAMES")
     text = "kernels of cute_attn: of Hopper, or of 16 bits by mma.sync, whose speed alone is reported (default sm90)"
     option(what, "--backend", text, choices=peers.BACKENDS)
+    text = "in phases backward and train, 16 bits, also with gradients that are the same bit for bit in every run, of "
+    option(what, "--deterministic", text + comma(peers.DETERMINISTIC), action="store_true")
     text = "safetensors file with q, k, v or NAME.q, NAME.k, NAME.v: report errors on these"
     option(what, "--tensors", text, type=Path, metavar="FILE")
 
@@ -351,7 +353,14 @@ class Run:
 
         options = self.options
         recipes = options.recipe or [resolve_recipe("default").name]
-        return peers.contenders(options.dtype, options.phase, recipes, options.providers, options.backend)
+        return peers.contenders(
+            options.dtype,
+            options.phase,
+            recipes,
+            options.providers,
+            options.backend,
+            deterministic=options.deterministic,
+        )
 
     def speed(self) -> None:
         """Time the grid."""

@@ -29,7 +29,7 @@ import importlib.metadata
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -73,11 +73,14 @@ class Contender:
     phase: str
     recipe: str | None = None
     asked: str | None = None  # the backend of ours, of BACKENDS; None for BACKEND
+    deterministic: bool = False  # gradients that are the same, bit for bit, in every run
 
     @property
     def label(self) -> str:
         """Short name for tables: provider, then the recipe of ours or the precision of a peer."""
-        return f"{self.provider} {self.recipe or self.dtype}"
+        return f"{self.provider} {self.recipe or self.dtype}" + (
+            " deterministic" if self.deterministic else ""
+        )
 
     @property
     def backend(self) -> str:
@@ -125,6 +128,7 @@ _DEFAULT_FP8 = {
 }
 _DEFAULT_16BIT = (OURS, "fa3", "fa4", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math")
 _DEFAULT_GRADIENTS = _DEFAULT_FP8["train"]
+DETERMINISTIC = (OURS, "fa4")  # whose 16-bit gradients can be had the same, bit for bit, in every run
 
 
 def contenders(
@@ -133,6 +137,7 @@ def contenders(
     recipes: Sequence[str],
     providers: Sequence[str] | None = None,
     backend: str | None = None,
+    deterministic: bool = False,
 ) -> list[Contender]:
     """Who takes part.
 
@@ -141,11 +146,18 @@ def contenders(
             "fp16" the 16-bit kernels.
         providers: names from `PROVIDERS`; None takes a default for each phase.
         backend: of this library's kernels, of `BACKENDS`; None for that of Hopper.
+        deterministic: in phases backward and train those of `DETERMINISTIC` take part twice, also with gradients that
+            are the same, bit for bit, in every run.
 
     Raises:
         ValueError: an unknown provider, or one that has no part in any of the phases at this precision, or 8 bits of a
-            backend that has none.
+            backend that has none, or deterministic gradients of phases or providers that have none.
     """
+    if deterministic and not any(phase in gradients.FLOP_FACTORS for phase in phases):
+        allowed = ", ".join(gradients.FLOP_FACTORS)
+        raise ValueError(
+            f"phase {', '.join(phases)} has no gradients to be deterministic; allowed: {allowed}"
+        )
     if backend == "sm80" and dtype == "fp8":
         raise ValueError("backend sm80 has 16-bit kernels, not dtype fp8; allowed: bf16, fp16")
     unknown = [name for name in providers or () if name not in PROVIDERS]
@@ -177,11 +189,18 @@ def contenders(
                 for recipe in recipes if by_recipe else (None,):
                     asked = backend if name == OURS else None
                     found.append(Contender(name, precision, phase, recipe, asked))
+                    differentiated = phase in gradients.FLOP_FACTORS and precision != "fp8"
+                    if deterministic and differentiated and name in DETERMINISTIC:
+                        found.append(replace(found[-1], deterministic=True))
     running = {contender.provider for contender in found}
     idle = [name for name in providers or () if name not in running]
     if idle or not found:
         names = ", ".join(idle) or "a default provider"
         raise ValueError(f"nothing to time for {names} with dtype {dtype} in phase {', '.join(phases)}")
+    if deterministic and not any(contender.deterministic for contender in found):
+        raise ValueError(
+            f"no provider with deterministic gradients among {', '.join(running)}; allowed: {', '.join(DETERMINISTIC)}"
+        )
     return found
 
 
@@ -227,9 +246,9 @@ def _prepare_gradients(contender: Contender, case: cases.Case, q: Tensor, k: Ten
         stand_in = "reference" if contender.backend == "emulator" else contender.backend
         options: dict[str, Any] = {"causal": case.causal, "backend": stand_in}
         plan = flash.flash_attn_explain(q, k, v, **options)
-        kernel = (
-            "reference" if plan.config is None else backward_config(plan.config, seqlen_q=q.shape[1]).name
-        )
+        kernel = "reference"
+        if plan.config is not None:
+            kernel = backward_config(plan.config, contender.deterministic, q.shape[1]).name
         ran = plan.backend
         function: Callable[..., Any] = flash.flash_attn_func
         if contender.dtype == "fp8":
@@ -245,6 +264,8 @@ def _prepare_gradients(contender: Contender, case: cases.Case, q: Tensor, k: Ten
         module, name = _FLASH_LIBRARIES[contender.provider]
         function, kernel, ran = need(module).flash_attn_func, name(), "sm90"
         options = {"causal": case.causal}
+    if contender.deterministic:
+        options["deterministic"] = True
     launch = gradients.launcher(
         contender.phase, lambda q, k, v: first(function(q, k, v, **options)), case, q, k, v
     )

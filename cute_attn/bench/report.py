@@ -40,7 +40,8 @@ BY_BYTES = ("quantize", "decode")  # phases whose speed is TB/s
 
 def label(row: Row) -> str:
     """Column of a row: provider, then the recipe of ours or the precision of a peer."""
-    return f"{row['provider']} {row['recipe'] or row['dtype']}"
+    kind = " deterministic" if row.get("deterministic") else ""
+    return f"{row['provider']} {row['recipe'] or row['dtype']}{kind}"
 
 
 def case_key(row: Row) -> CaseKey:

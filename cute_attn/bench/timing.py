@@ -203,6 +203,7 @@ def time_cell(
             phase=contender.phase,
             dtype=contender.dtype,
             recipe=contender.recipe,
+            **({"deterministic": True} if contender.deterministic else {}),
             **case.fields,
         )
         for contender in contenders
