@@ -184,27 +184,43 @@ def query_blocks(n_block: Int32, seqlen_q: Int32, seqlen_k: Int32, window, cfg: 
 
 
 @cute.jit
-def first_key_block(m: Int32, place, cfg: Bwd16Config) -> Int32:
-    """First key block that has query block m among its `query_blocks`; place[2:4] is (seqlen_k - seqlen_q, left)."""
-    first = Int32(0)
-    if cutlass.const_expr(cfg.window):
-        first = cutlass.max(m * cfg.tile_m + place[2] - place[3], 0) // cfg.tile_n
-    return first
+def tiles_before(
+    m: Int32, n_block: Int32, seqlen_k: Int32, shift: Int32, right: Int32, cfg: Bwd16Config
+) -> Int32:
+    """Key tiles that add to dQ of query block m before key tile n_block does, where their order is fixed.
+
+    It is the order in which their CTAs start, see `key_block_coord`, so that a tile waits for CTAs that run or have
+    ended. Under a mask key tile n begins at its diagonal: where tiles add from the last that sees a query block to the
+    first, each comes to it a step after the one before, and nobody waits. Ascending, each would wait for those of lower
+    index to come down to its diagonal. shift is seqlen_k - seqlen_q.
+    """
+    before = n_block
+    if cutlass.const_expr(descending(cfg)):
+        end = (m + 1) * cfg.tile_m + shift  # of the keys seen
+        if cutlass.const_expr(cfg.window):
+            end = end + right
+        before = (cutlass.min(end, seqlen_k) - 1) // cfg.tile_n - n_block
+    return before
+
+
+def descending(cfg: Bwd16Config) -> bool:
+    """Whether the key tiles of a head start from the last to the first."""
+    return cfg.deterministic and (cfg.causal or cfg.window)
 
 
 def key_block_order(n_blocks: Int32, batches: Int32, heads_k: Int32, turn: Int32, cfg: Bwd16Config):
     """Divisors for `key_block_coord`, made on the host, as three divisions in a row would delay a CTA's first load.
 
     They are heads_k, and n_blocks, or under a causal mask the tiles of a section of `turn` heads, `turn`, the heads of
-    the last section, which may have fewer, and its index.
+    the last section, which may have fewer, and its index; behind them n_blocks itself.
     """
     divisor = cute.FastDivmodDivisorV2
     if not cfg.causal:
-        return divisor(heads_k), divisor(n_blocks)
+        return divisor(heads_k), divisor(n_blocks), n_blocks
     heads = heads_k * batches
     whole = heads // turn
     last = cutlass.max(heads - whole * turn, 1)
-    return divisor(heads_k), divisor(turn * n_blocks), divisor(turn), divisor(last), whole
+    return divisor(heads_k), divisor(turn * n_blocks), divisor(turn), divisor(last), whole, n_blocks
 
 
 @cute.jit
@@ -213,16 +229,19 @@ def key_block_coord(cta: Int32, order, cfg: Bwd16Config):
 
     The blocks of a head are neighbours, so that Q, dO and the sum of dQ stay in L2, and ascend. Under a causal mask the
     first keys are seen by most queries: of `turn` heads together the longest come first, so that CTAs end together.
+    With an order of dQ they descend under a mask, see `tiles_before`, all slots where sequences are of unlike length.
     """
     if cutlass.const_expr(cfg.causal):
-        of_heads, of_sections, of_turn, of_last, whole = order
+        of_heads, of_sections, of_turn, of_last, whole, n_blocks = order
         section, rest = divmod(cta, of_sections)
         n_block, head = divmod(rest, of_turn)
         if section == whole:
             n_block, head = divmod(rest, of_last)
         head = head + section * of_turn.divisor
     else:
-        of_heads, of_blocks = order
+        of_heads, of_blocks, n_blocks = order
         head, n_block = divmod(cta, of_blocks)
+    if cutlass.const_expr(descending(cfg)):
+        n_block = n_blocks - 1 - n_block
     batch, head_k = divmod(head, of_heads)
     return n_block, head_k, batch

@@ -10,8 +10,8 @@ from cutlass import Int32
 def await_turn(turn):
     """Wait until all key tiles before this one have added. Called by one thread of those that share a turn.
 
-    turn is (address of the count of tiles that have added, tiles before this one). A tile waits for tiles of a lower
-    index of the same head alone, whose CTAs have started before its own.
+    turn is (address of the count of tiles that have added, tiles before this one). A tile waits for tiles of the same
+    head alone whose CTAs have started before its own, see `scheduler.tiles_before`.
     """
     address, before = turn
     pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)

@@ -24,7 +24,7 @@ from cutlass.memory import SmemAllocator
 
 from ..any.bwd_passes import BwdEpilogue, BwdPrologue
 from ..common.pointers import aligned
-from ..common.scheduler import first_key_block, key_block_coord, key_block_order, query_blocks
+from ..common.scheduler import key_block_coord, key_block_order, query_blocks, tiles_before
 from ..common.varlen import first_slot, key_tile, slot_shift, slots_of
 from ..common.warp import copy_16_bytes, copy_16_bytes_or_zeros, load_words, store_word
 from ..config import Bwd16Sm80Config
@@ -440,7 +440,8 @@ class Bwd16Sm80Main:
             cute.arch.cp_async_commit_group()
         dq = step.make_dq(shared, lane)
         if const_expr(cfg.deterministic):
-            before = at.n_block - first_key_block(m, (0, 0, at.seqlen_k - at.seqlen_q, scoring.left), cfg)
+            shift = at.seqlen_k - at.seqlen_q
+            before = tiles_before(m, at.n_block, at.seqlen_k, shift, scoring.right, cfg)
             step.add_dq_in_turn(dq, address, (queries.turns + unit * 4, before))
         if const_expr(cfg.q_stages == 2):
             self.add_dk_under_dq(dk, dq, address, shared, lane, stages)

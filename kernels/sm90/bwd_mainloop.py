@@ -43,7 +43,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp
 from cutlass.cute.nvgpu import warpgroup as wg
 
 from ..common.pointers import aligned
-from ..common.scheduler import first_key_block
+from ..common.scheduler import tiles_before
 from ..common.scores import rows
 from ..common.turns import await_turn, end_turn
 from ..config import Bwd16Config
@@ -356,8 +356,8 @@ class BwdMainloop:
 
     @cute.jit
     def reduce_part(self, s_dq: cute.Tensor, target: Int64, turn, part: Int32):
-        """Start the reduction of one part of dQ; deterministic: wait for its turn, and for its end. Called by one
-        thread, which has to wait for the group before the part in shared memory is written anew. See `hand_dq`."""
+        """Start the reduction of one part of dQ; deterministic: in its turn. Called by one thread, which has to wait
+        for the group before the part in shared memory is written anew, and to `end_part`. See `hand_dq`."""
         cfg = self.cfg
         count = cfg.dq_registers
         start = part * (count * 128)
@@ -373,27 +373,36 @@ class BwdMainloop:
             ],
         )
         cute.arch.cp_async_bulk_commit_group()
-        if const_expr(cfg.deterministic):
-            cute.arch.cp_async_bulk_wait_group(0)  # the adds are done, not only read
-            cute.arch.fence_proxy("async")  # before the count that lets the next tile add
-            end_turn(turn)
+
+    @cute.jit
+    def end_part(self, turn):
+        """Deterministic: the next key tile may add to the part whose reduction this thread started last."""
+        cute.arch.cp_async_bulk_wait_group(0)  # its adds are done, not only read
+        cute.arch.fence_proxy("async")  # before the count that lets the next tile add
+        end_turn(turn)
 
     def turn(self, m: Int32, place, g_turns: cute.Tensor, part: Int32):
         """Turn of part `part` of dQ of query tile m, see `await_turn`; read only if deterministic."""
         if not self.cfg.deterministic:
             return Int64(0), Int32(0)
-        first = first_key_block(m, place, self.cfg)
-        return g_turns[m, None].iterator.toint() + Int64(part * 4), place[5] - first
+        _, seqlen_k, shift, _, right, n_block = place
+        before = tiles_before(m, n_block, seqlen_k, shift, right, self.cfg)
+        return g_turns[m, None].iterator.toint() + Int64(part * 4), before
 
     @cute.jit
     def send(self, s_dq: cute.Tensor, place, g_dq: cute.Tensor, g_turns: cute.Tensor, blocks, part: Int32):
         """Send part `part` of dQ of all query tiles of one query head. Called by one whole warp, whose first thread
         waits for each reduction to have read shared memory, also for the last one, as the CTA's memory must outlive it.
-        The consumers go over the same tiles, so that every arrival is waited for once."""
+        The consumers go over the same tiles, so that every arrival is waited for once. Deterministic: a turn ends while
+        the consumers already write the next part."""
+        cfg = self.cfg
         for m in cutlass.range(blocks[0], blocks[3], unroll=1):
             # the warp arrives, the consumers wait: what was read before, at first nothing, may be written over
             cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_FREE + part, number_of_threads=160)
             turn = self.turn(m, place, g_turns, part)
+            if const_expr(cfg.deterministic):
+                if m > blocks[0] and cute.arch.lane_idx() == 0:
+                    self.end_part(self.turn(m - 1, place, g_turns, part))
             # the warp waits, the consumers arrive: the part of this tile is written
             cute.arch.barrier(barrier_id=BwdBarrier.DQ_WRITTEN + part, number_of_threads=160)
             if cute.arch.lane_idx() == 0:
@@ -401,6 +410,9 @@ class BwdMainloop:
             cute.arch.cp_async_bulk_wait_group(
                 0, read=True
             )  # the first thread: its reduction has read the part
+        if const_expr(cfg.deterministic):
+            if blocks[0] < blocks[3] and cute.arch.lane_idx() == 0:
+                self.end_part(self.turn(blocks[3] - 1, place, g_turns, part))
 
     @cute.jit
     def release(self, pipe, state):
