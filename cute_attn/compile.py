@@ -181,7 +181,7 @@ def build(config: KernelConfig, options: str = "") -> Any:
     elif isinstance(config, Bwd16Config | Bwd16Sm80Config):
         element = cutlass.BFloat16 if config.dtype == "bf16" else cutlass.Float16
         if isinstance(config, Bwd16Config):
-            from cute_attn.kernels.sm90.bwd import Bwd16bitSm90, Bwd16bitVarlenSm90
+            from cute_attn.kernels.sm90.bwd_16bit import Bwd16bitSm90, Bwd16bitVarlenSm90
 
             entry = Bwd16bitVarlenSm90(config) if config.varlen else Bwd16bitSm90(config)
         else:

@@ -260,6 +260,19 @@ def put_place(at, places: cute.Tensor, pipe, slot):
 
 
 @cute.jit
+def take_place(places: cute.Tensor, pipe, slot):
+    """The first seven words of the next tile's place, by one whole warp, which gives the place back at once."""
+    pipe.consumer_wait(slot)  # the producer has written the place
+    words = cute.make_rmem_tensor(PLACE, Int32)
+    words.fill(0)
+    # By the lane that gives the place back, so that no other's reads have to come before that.
+    if cute.arch.lane_idx() == 0:
+        cute.autovec_copy(places[None, slot.index], words)
+        pipe.consumer_release(slot)
+    return [cute.arch.make_warp_uniform(cute.arch.shuffle_sync(words[i], 0)) for i in range(7)]
+
+
+@cute.jit
 def take_unit(counter: cute.Tensor) -> Int32:
     """In lane 0, how many units have been given out beside the first of each CTA, which is its own number."""
     taken = Int32(0)

@@ -28,7 +28,7 @@ from ..common.scheduler import key_block_coord, key_block_order, query_blocks, t
 from ..common.varlen import first_slot, key_tile, slot_shift, slots_of
 from ..common.warp import copy_16_bytes, copy_16_bytes_or_zeros, load_words, store_word
 from ..config import Bwd16Sm80Config
-from ..sm90.bwd import Bwd16bitSm90, Bwd16bitVarlenSm90
+from ..sm90.bwd_16bit import Bwd16bitSm90, Bwd16bitVarlenSm90
 from .bwd_step import LOG2_E, BwdStep, Lane, Scoring, Shared
 
 
