@@ -48,9 +48,8 @@ LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining 
 EVEN: Final = 15 / 16  # of the SMs, or of what they hold, that even shares leave busy at least
 LIGHT_CODES: Final = 256  # bytes of a key and its value from which one CTA on an SM is enough
 SHORT: Final = 8  # tiles of a CTA up to which one CTA on an SM is enough for every kernel
-OWN_KEYS: Final = (
-    2048  # up to which a unit's CTAs are its own: beyond, lengths that differ are better shared out
-)
+# Up to which a unit's CTAs are its own: beyond, lengths that differ are better shared out
+OWN_KEYS: Final = 2048
 WIDE_TILES: Final = 8  # of a CTA of eight warps from which it is taken for other than narrow codes
 LONG_TILES: Final = 32  # of a CTA from which two steps of the widest rows are enough of a ring
 PAIRED_KEYS: Final = 4096  # for an SM, of all heads, from which two heads are taken as one

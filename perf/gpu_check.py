@@ -249,8 +249,12 @@ def summary_of(log: Path) -> list[str]:
 
 
 def rows_of_log(log: str) -> list[dict[str, object]]:
-    """A row for each test that pytest's log gives an outcome of, for a run that was ended before its report."""
-    found = re.findall(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) tests/(.*?)\.py(::.*?) *$", log, re.MULTILINE)
+    """A row for each outcome of a test in pytest's log, for a run that was ended before its report.
+
+    pytest writes a blank behind a name and starts a new line only before the next one: a name with neither behind it is
+    cut off, and left out.
+    """
+    found = re.findall(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) tests/(.*?)\.py(::.*?)(?: +$|\n)", log, re.MULTILINE)
     return [
         {
             "tool": "pytest -m gpu",

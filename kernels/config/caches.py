@@ -8,9 +8,8 @@ from .common import SMEM_LIMIT, dims_name
 
 E4M3_ARCHS = ("sm_89", "sm_90a", "sm_120")  # with conversions from and to e4m3
 _DECODE_EXTRAS = ("softcap", "alibi", "sinks", "batch_idx", "leftpad")
-DECODE_KEYS = (
-    16  # keys of a warp's step: the depth of one m16n8k16 product P V, and what whole pages are made of
-)
+# Keys of a warp's step: the depth of one m16n8k16 product P V, and what whole pages are made of
+DECODE_KEYS = 16
 
 
 def turned_pieces(chunks: int) -> int:
@@ -53,9 +52,8 @@ class DecodeConfig:
     batch_idx: bool = False  # a sequence of the cache for each of q
     leftpad: bool = False  # sequences begin at a slot of their own
     whole: bool = False  # each CTA has a unit of its own, so there are no parts: Shares.splits is 1
-    fixed: bool = (
-        False  # each CTA has one of Shares.splits shares of a unit, more than one: every splits-th tile
-    )
+    # Each CTA has one of Shares.splits shares of a unit, more than one: every splits-th tile
+    fixed: bool = False
     arch: str = "sm_90a"
 
     @property

@@ -18,7 +18,8 @@ Tensors, last stride 1 unless said, other strides free:
 A CTA takes `rows` packed rows: row r is query r // group with query head r % group of the group of its key head. Keys
 come in steps of 16 for each warp: step t of a unit is keys 16 (warps t + w) and on for warp w. A warp copies its K and
 V by cp.async into a ring of its own, `stages` deep, computes on one stage while the others are in flight, and meets the
-other warps only at the end of a piece. So the loop has no barrier but the warp's own.
+other warps only where a piece ends, and where it begins if Q is in shared memory. So the loop has no barrier but the
+warp's own.
 
 Slots outside of [first, end) of `Splits.key_range` are not read, or read and overwritten with zeros (`early`): NaN
 there never meets a product.
@@ -126,6 +127,10 @@ class Decode:
         by = divisors_of(q.shape[1], q.shape[2], heads_k, shares, cfg.rows)
         lengths = Lengths(seqlens, leftpad, q.shape[0], seqlen_new, capacity, q.shape[1], left)
         factor = Float32(1.0) if cfg.adjusted else softmax_scale_log2
+        # The assembler takes registers as for two CTAs on an SM: chosen by compiling, not timed. Left to itself it
+        # has 78 for 124 at head_dim 64 and makes up to 7% more instructions; as for four, head_dims 96 to 256 spill.
+        least_ctas = 2 if const_expr(cfg.whole and cfg.warps == 4 and not cfg.fp8) else 0
+        # The carveout, per cent: an SM shall hold as many CTAs as decode_plan.py counts.
         self.kernel(
             q,
             k_cache,
@@ -152,9 +157,8 @@ class Decode:
             grid=[ctas, 1, 1],
             block=[cfg.threads, 1, 1],
             stream=stream,
-            # Registers for two CTAs on an SM, not for four, for which the assembler would spill some of 16-bit Q
-            min_blocks_per_mp=2 if const_expr(cfg.whole and cfg.warps == 4 and not cfg.fp8) else 0,
-            preferred_smem_carveout=100,  # per cent: an SM shall hold as many CTAs as decode_plan.py counts
+            min_blocks_per_mp=least_ctas,
+            preferred_smem_carveout=100,
         )
         if const_expr(not cfg.whole):
             if splits != 1:
@@ -186,7 +190,7 @@ class Decode:
         factor: Float32,
         right: Int32,
     ):
-        """What a CTA takes: its unit, or piece after piece."""
+        """What a CTA takes: a unit or a share of one, or piece after piece."""
         cfg = self.cfg
         if const_expr(self.pdl and not cfg.whole):
             # Once every CTA has said so or ended, CTAs of the combining grid may start where there is room. They wait
@@ -202,44 +206,19 @@ class Decode:
         smem = SmemAllocator().allocate_tensor(cutlass.Uint8, cute.make_layout(cfg.smem_bytes), 128)
         base = smem.iterator.toint()
 
-        if const_expr(cfg.whole):
-            b, unit = divmod(cta, by.units)
+        if const_expr(cfg.whole or cfg.fixed):
+            # Share `split` of a unit: its splits-th tiles from tile `split` on, of a whole unit all of them.
+            unit, split, splits = cta, Int32(0), Int32(1)
+            if const_expr(cfg.fixed):
+                unit, split = divmod(cta, by.splits)
+                splits = by.splits.divisor
+            b, unit = divmod(unit, by.units)
             head, block = divmod(unit, by.blocks)
             started = Int32(0)
             if const_expr(cfg.early):
-                # Without a window the unit begins with key 0. Its length comes while its first copies do, as if there
+                # Without a window the unit begins with key 0. Its length comes while the first copies do, as if there
                 # were no end of it.
-                ahead = (cfg.stages - 1) * cfg.tile_keys
-                if (lengths.left >= lengths.capacity) & (lengths.capacity >= ahead):
-                    started = Int32(1)
-                    every = Keys(b, b, head, Int32(0), Int32(LARGEST))
-                    key0 = warp * DECODE_KEYS
-                    step = Int32(cfg.tile_keys)
-                    at = self.loads.cursor(cache, every, key0, step, lane)
-                    ring = base + warp * cfg.warp_bytes
-                    self.start(cache, every, key0, step, Int32(cfg.stages), ring, lane, at)
-            tiles = self.splits.tiles_of(lengths, b)
-            piece = Piece(
-                b,
-                head,
-                block * cfg.rows,
-                by.group,
-                Int32(0),
-                tiles,
-                cutlass.Boolean(True),
-                Int32(0),
-                Int32(1),
-            )
-            self.attend(m_q, cache, scoring, results, lengths, piece, started, base, tid, lane, warp)
-        elif const_expr(cfg.fixed):
-            unit, split = divmod(cta, by.splits)
-            b, unit = divmod(unit, by.units)
-            head, block = divmod(unit, by.blocks)
-            started, splits = Int32(0), by.splits.divisor
-            if const_expr(cfg.early):
-                # Likewise, with every splits-th tile from its own on
-                last = (split + (cfg.stages - 2) * splits + 1) * cfg.tile_keys
-                if (lengths.left >= lengths.capacity) & (lengths.capacity >= last):
+                if (lengths.left >= lengths.capacity) & (lengths.capacity >= self.early_end(split, splits)):
                     started = Int32(1)
                     every = Keys(b, b, head, Int32(0), Int32(LARGEST))
                     key0, step = split * cfg.tile_keys + warp * DECODE_KEYS, splits * cfg.tile_keys
@@ -247,8 +226,10 @@ class Decode:
                     ring = base + warp * cfg.warp_bytes
                     self.start(cache, every, key0, step, Int32(cfg.stages), ring, lane, at)
             tiles = self.splits.tiles_of(lengths, b)
-            each, more = divmod(tiles, by.splits)
-            count = each + (Int32(1) if split < more else Int32(0))
+            count = tiles
+            if const_expr(cfg.fixed):
+                each, more = divmod(tiles, by.splits)
+                count = each + (Int32(1) if split < more else Int32(0))
             if count > 0:
                 piece = Piece(b, head, block * cfg.rows, by.group, split, count, count == tiles, cta, splits)
                 self.attend(m_q, cache, scoring, results, lengths, piece, started, base, tid, lane, warp)
@@ -355,27 +336,20 @@ class Decode:
         keys = Keys(piece.batch, sequence, piece.head, first, end)
         # Step i of this warp starts at key key0 + i * step.
         key0 = (first // cfg.tile_keys + piece.tile) * cfg.tile_keys + warp * DECODE_KEYS
+        step = piece.apart * cfg.tile_keys
 
-        # Keys from one step to the next
-        step = Int32(cfg.tile_keys)
-        if const_expr(cfg.fixed):
-            step = piece.apart * cfg.tile_keys
-        # Each step is a group of copies, an empty one past the last: so step i is always group i.
         page = self.loads.page_of(cache, keys, key0, lane)
         at = None
         if const_expr(cfg.lean):
             at = self.loads.cursor(cache, keys, key0, step, lane)
+        # Each step is a group of copies, an empty one past the last: so step i is always group i.
         if const_expr(cfg.early):
-            ahead = cfg.stages - 1
-            last = ahead * cfg.tile_keys  # where the early copies end
-            if const_expr(cfg.fixed):
-                last = (piece.tile + (ahead - 1) * piece.apart + 1) * cfg.tile_keys
-            if (started == 0) | (end < last):
+            if (started == 0) | (end < self.early_end(piece.tile, piece.apart)):
                 # The lane and the warp: no copy of theirs is under way, behind which another one might come.
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.sync_warp()
                 self.start(cache, keys, key0, step, piece.tiles, ring, lane, at)
-            at = self.loads.next(at, ahead)
+            at = self.loads.next(at, cfg.stages - 1)
         else:
             for i in cutlass.range_constexpr(cfg.stages - 1):
                 if i < piece.tiles:
@@ -457,6 +431,11 @@ class Decode:
         self.gather.add_up(base, results, piece, tid)
         # All threads: the parts, and Q, are read; the next piece may fill rings and store its Q.
         cute.arch.sync_threads()
+
+    @cute.jit
+    def early_end(self, tile: Int32, apart: Int32) -> Int32:
+        """Where the copies of `start` end, of steps of every apart-th tile from `tile` on: the slot behind the last."""
+        return (tile + (self.cfg.stages - 2) * apart + 1) * self.cfg.tile_keys
 
     @cute.jit
     def start(

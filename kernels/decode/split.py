@@ -8,6 +8,7 @@ all units are numbered in a row: those of a unit are neighbours, so are the unit
 *pieces*: the end of one unit, whole units, the start of another one. *Fixed* (splits > 0): CTA i takes share
 i % splits of unit i // splits. With `DecodeConfig.fixed` share s has tiles s, s + splits and so on: where it begins
 hangs on no length, and CTAs of a unit read side by side what lies side by side. Else shares are of neighbouring tiles.
+`DecodeConfig.whole` is the same with one share, known at compile time: CTA i takes unit i.
 
 *Whole*: where rounds of whole units, CTA i with unit i, i + ctas and so on, last no longer than an equal share and a
 sixteenth, balanced work is done in these, for then there is nothing to combine.

@@ -1,0 +1,73 @@
+"""perf/gpu_check.py, as far as it needs no GPU: the rows of a log."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "perf" / "gpu_check.py"
+
+# As pytest -v with xdist writes it, with a blank behind each name
+LOG = """\
+============================= test session starts ==============================
+created: 2/2 workers
+scheduling tests via WorkStealingScheduling
+
+tests/test_decode_gpu.py::test_lengths[bf16 d64]@
+tests/distributed/test_ring.py::test_parts[c[d]]@
+[gw0] [  6%] PASSED tests/test_decode_gpu.py::test_lengths[bf16 d64]@
+[gw11] [ 12%] FAILED tests/distributed/test_ring.py::test_parts[c[d]]@
+[gw0] [ 18%] SKIPPED tests/test_decode_gpu.py::TestPages::test_one@
+tests/test_decode_gpu.py::test_last@
+[gw0] [ 25%] PASSED tests/test_decode_gpu.py::test_last@
+[gw0] [ 25%] ERROR tests/test_decode_gpu.py::test_last@
+[gw0] linux -- Python 3.12.3 /usr/bin/python3
+tests/test_decode_gpu.py:12: in test_last
+[gw1] [100%] PASSED tests/test_decode_gpu.py::test_whole[1-""".replace("@\n", " \n")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_check"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_rows_of_a_log_that_breaks_off(script: ModuleType) -> None:
+    rows = script.rows_of_log(LOG)
+    assert [(row["outcome"], row["name"]) for row in rows] == [
+        ("passed", "test_decode_gpu::test_lengths[bf16 d64]"),
+        ("failed", "distributed.test_ring::test_parts[c[d]]"),
+        ("skipped", "test_decode_gpu::TestPages::test_one"),
+        ("passed", "test_decode_gpu::test_last"),
+        ("error", "test_decode_gpu::test_last"),  # while it was torn down
+    ]
+    assert all(row["tool"] == "pytest -m gpu" and row["seconds"] is None for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("end", "names"),
+    [
+        ("", []),
+        (" ", ["test_decode_gpu::test_whole[1-2]"]),
+        (" \n", ["test_decode_gpu::test_whole[1-2]"]),
+        ("\n", ["test_decode_gpu::test_whole[1-2]"]),  # without the blanks at the ends of lines
+    ],
+)
+def test_the_last_line_of_a_log(script: ModuleType, end: str, names: list[str]) -> None:
+    rows = script.rows_of_log("[gw3] [ 99%] PASSED tests/test_decode_gpu.py::test_whole[1-2]" + end)
+    assert [row["name"] for row in rows] == names
+
+
+@pytest.mark.parametrize(
+    "log", ["", "[gw3] [ 99%]", "[gw3] [ 99%] PASSED", "[gw3] [ 99%] PASSED tests/test_de"]
+)
+def test_a_line_without_a_name_is_no_row(script: ModuleType, log: str) -> None:
+    assert script.rows_of_log(log) == []
