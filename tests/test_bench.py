@@ -242,20 +242,24 @@ def test_output_error_sees_one_bad_row_and_any_nan() -> None:
 
 
 def test_interleaved_rotates_and_takes_the_median() -> None:
-    calls: list[str] = []
-    # the first is the estimate, the next two of b are before the first round
-    durations = {"a": [1.0, 1.0, 9.0, 2.0], "b": [4.0, 50.0, 40.0, 4.0, 5.0, 4.0]}
+    calls: list[tuple[str, int, int]] = []
+    durations = {"a": [1.0, 1.0, 9.0, 2.0], "b": [4.0, 4.0, 5.0, 4.0]}  # the first is the estimate
     left = {key: iter(values) for key, values in durations.items()}
 
-    def time_batch(launch: Any, count: int) -> float:
+    def time_batch(launch: Any, count: int, untimed: int) -> float:
         key = launch()
-        calls.append(key)
+        calls.append((key, count, untimed))
         return next(left[key]) * count
 
     found = timing.interleaved(
-        {"a": lambda: "a", "b": lambda: "b"}, rounds=3, min_batch_ms=8.0, time_batch=time_batch
+        {"a": lambda: "a", "b": lambda: "b"},
+        rounds=3,
+        min_batch_ms=8.0,
+        settle_ms=40.0,
+        time_batch=time_batch,
     )
-    assert calls == ["a", "b", "b", "b", "a", "b", "b", "a", "a", "b"]
+    a, b = ("a", 8, 40), ("b", 2, 10)
+    assert calls == [("a", 2, 1), ("b", 2, 1), a, b, b, a, a, b]
     assert found["a"] == timing.Timing(2.0, 1.0, 9.0, launches=8, times=(1.0, 9.0, 2.0))
     assert found["b"] == timing.Timing(4.0, 4.0, 5.0, launches=2, times=(4.0, 5.0, 4.0))
     assert found["a"].rounds == 3
@@ -275,13 +279,15 @@ def test_interleaved_goes_on_without_who_fails() -> None:
         {"good": lambda: 1.0, "flaky": flaky},
         rounds=4,
         min_batch_ms=1.0,
-        time_batch=lambda launch, count: launch() * count,
+        time_batch=lambda launch, count, untimed: launch() * count,
         on_failure=lambda key, error: failures.append((key, str(error))),
     )
     assert list(found) == ["good"] and found["good"].rounds == 4
     assert failures == [("flaky", "third time unlucky")]
     with pytest.raises(ValueError, match="rounds must be at least 1"):
         timing.interleaved({}, rounds=0, min_batch_ms=1.0)
+    with pytest.raises(ValueError, match="settle_ms not negative, got 1, 1\\.0 and -1"):
+        timing.interleaved({}, rounds=1, min_batch_ms=1.0, settle_ms=-1.0)
 
 
 def test_time_cell_gives_every_contender_a_row() -> None:
@@ -300,7 +306,7 @@ def test_time_cell_gives_every_contender_a_row() -> None:
             raise RuntimeError("no kernel\nfor this shape")
         return peers.Prepared(lambda: out, f"{contender.provider} 1.0", "sm90", cases.output_error, 4_000_000)
 
-    def time_batch(launch: Any, count: int) -> float:
+    def time_batch(launch: Any, count: int, untimed: int) -> float:
         nonlocal calls
         calls += 1
         if calls == 2:  # the second to be timed is the flaky one
@@ -417,7 +423,7 @@ def test_unfused_attention_is_skipped_where_s_is_too_big() -> None:
 def test_sdpa_math_runs_and_is_right() -> None:
     contender = peers.Contender("sdpa_math", "bf16", "forward")
     rows = timing.time_cell(
-        CASE, [contender], rounds=1, device="cpu", time_batch=lambda launch, count: 1.0 * count
+        CASE, [contender], rounds=1, device="cpu", time_batch=lambda launch, count, untimed: 1.0 * count
     )
     assert rows[0]["status"] == "ok" and rows[0]["rel_rmse"] < 0.01
     assert torch.__version__ in rows[0]["kernel"]
@@ -428,7 +434,7 @@ def test_our_contender_runs_what_the_plan_says(phase: str, monkeypatch: pytest.M
     monkeypatch.setattr(peers, "BACKEND", "emulator")  # the same calls as on the GPU, but for this
     contender = peers.Contender(peers.OURS, "fp8", phase, "accurate")
     rows = timing.time_cell(
-        CASE, [contender], rounds=1, device="cpu", time_batch=lambda launch, count: 1.0 * count
+        CASE, [contender], rounds=1, device="cpu", time_batch=lambda launch, count, untimed: 1.0 * count
     )
     row = rows[0]
     record.validate(meta(), rows)
@@ -553,7 +559,7 @@ def test_prefill_calls(provider: str, case: cases.Case, monkeypatch: pytest.Monk
         [peers.Contender(provider, "bf16", "prefill")],
         rounds=1,
         device="cpu",
-        time_batch=lambda launch, count: 1.0 * count,
+        time_batch=lambda launch, count, untimed: 1.0 * count,
     )
     record.validate(meta(), rows)
     assert rows[0]["status"] == "ok", rows[0]["reason"]
@@ -676,7 +682,7 @@ def test_decode_calls(
         [peers.Contender(provider, "bf16" if provider == "sdpa_math" else dtype, "decode")],
         rounds=1,
         device="cpu",
-        time_batch=lambda launch, count: 1.0 * count,
+        time_batch=lambda launch, count, untimed: 1.0 * count,
     )
     record.validate(meta(), rows)
     if provider == "sdpa_math" and page_size is not None:
@@ -721,7 +727,9 @@ def test_many_queries_over_a_cache(page_size: int | None, monkeypatch: pytest.Mo
     monkeypatch.setattr("cute_attn.flash_attn_with_kvcache", library.flash_attn_with_kvcache, raising=False)
     monkeypatch.setattr("cute_attn.decode_kernel", lambda *args, **options: "kernel", raising=False)
     group = [peers.Contender(name, "bf16", "prefill") for name in ("cute_attn", "fa3", "fa4")]
-    rows = timing.time_cell(case, group, rounds=1, device="cpu", time_batch=lambda launch, count: 1.0 * count)
+    rows = timing.time_cell(
+        case, group, rounds=1, device="cpu", time_batch=lambda launch, count, untimed: 1.0 * count
+    )
     record.validate(meta(), rows)
     for row in rows[:2]:
         assert row["status"] == "ok" and row["rel_rmse"] < 0.01, row["reason"]
@@ -737,7 +745,7 @@ def test_a_graph_of_several_calls_counts_each(monkeypatch: pytest.MonkeyPatch) -
         rounds=2,
         device="cpu",
         prepare=lambda *args: ready,
-        time_batch=lambda launch, count: 6.0 * count,
+        time_batch=lambda launch, count, untimed: 6.0 * count,
     )
     assert rows[0]["ms"] == 2.0 and rows[0]["tbps"] == 12 / 2.0 / 1e9
     assert rows[0]["launches"] % 3 == 0 and rows[0]["peak_bytes"] is None
@@ -1368,7 +1376,7 @@ def test_run_on_a_hopper_gpu_times_the_grid(
     seen: list[tuple[str, int, bool]] = []
 
     def time_cell(case: cases.Case, group: list[peers.Contender], **options: Any) -> list[dict[str, Any]]:
-        assert options == {"rounds": 2, "min_batch_ms": 50.0}
+        assert options == {"rounds": 2, "min_batch_ms": 50.0, "settle_ms": 250.0}
         seen.append((group[0].phase, case.seqlen_k, case.causal))
         return [
             timed_row(

@@ -33,7 +33,7 @@ def backend_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def timed(contenders: list[peers.Contender], case: cases.Case = CASE) -> list[dict[str, Any]]:
     return timing.time_cell(
-        case, contenders, rounds=1, device="cpu", time_batch=lambda launch, count: 1.0 * count
+        case, contenders, rounds=1, device="cpu", time_batch=lambda launch, count, untimed: 1.0 * count
     )
 
 
@@ -200,7 +200,7 @@ def test_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         timing,
         "time_cell",
         lambda case, group, **options: time_cell(
-            case, group, rounds=1, device="cpu", time_batch=lambda launch, count: 1.0 * count
+            case, group, rounds=1, device="cpu", time_batch=lambda launch, count, untimed: 1.0 * count
         ),
     )
     path, text = tmp_path / "x.json", tmp_path / "x.md"

@@ -38,7 +38,7 @@ EPILOG = """examples:
 REPORTS = ("accuracy", "speed", "figures", "overhead", "memory", "io", "all")
 QUICK_SEQLENS = (1024, 16384)
 QUICK_ROUNDS = 3
-ROUNDS = 7
+ROUNDS = 5
 
 
 def _names(text: str) -> list[str]:
@@ -98,7 +98,7 @@ def _output(text: str) -> Path:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    from cute_attn.bench import cases, peers
+    from cute_attn.bench import cases, peers, timing
 
     def comma(values: Sequence[object]) -> str:
         return ",".join(map(str, values))
@@ -160,8 +160,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     count(run, "--rounds", f"timed rounds (default {ROUNDS})")
     count(run, "--world", "with --phase ring: processes that torchrun has started")
-    text = "length of one timed batch, and of the untimed one before it (default %(default)s)"
+    text = "length of one timed batch (default %(default)s)"
     option(run, "--min-batch-ms", text, type=float, default=50.0, metavar="MS")
+    text = "untimed launches before each, until the GPU's clock is that of its load (default %(default)s)"
+    option(run, "--settle-ms", text, type=float, default=timing.SETTLE_MS, metavar="MS")
     text = "fewer lengths, rounds and inputs; one kernel for each head_dim and kind of operands"
     option(run, "--quick", text, action="store_true")
     count(
@@ -383,7 +385,11 @@ class Run:
                     progress.update(task, description=f"{phase} {case}")
                     group = [contender for contender in found if contender.phase == phase]
                     self.rows += timing.time_cell(
-                        case, group, rounds=rounds, min_batch_ms=options.min_batch_ms
+                        case,
+                        group,
+                        rounds=rounds,
+                        min_batch_ms=options.min_batch_ms,
+                        settle_ms=options.settle_ms,
                     )
                     progress.advance(task)
         except timing.DeviceLost as lost:
@@ -397,8 +403,8 @@ class Run:
             self.console.print(grid.rich())
         self.console.print(
             f"Median of {rounds} interleaved rounds, each a batch of launches of at least "
-            f"{options.min_batch_ms:g} ms (or {timing.MAX_LAUNCHES}) between CUDA events, after as many untimed; L2 is "
-            "not flushed. "
+            f"{options.min_batch_ms:g} ms (or {timing.MAX_LAUNCHES}) between CUDA events, behind "
+            f"{options.settle_ms:g} ms (or {timing.MAX_UNTIMED}) untimed; L2 is not flushed. "
             "Peak memory: what one call needs beyond its operands, its output included."
         )
 
@@ -660,6 +666,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.recipe = names
         if not options.min_batch_ms > 0:
             raise ValueError(f"--min-batch-ms must be positive, got {options.min_batch_ms:g}")
+        if not options.settle_ms >= 0:
+            raise ValueError(f"--settle-ms must not be negative, got {options.settle_ms:g}")
         run.cells()
         if "decode" in options.phase:
             run.decode_cells()

@@ -1,12 +1,12 @@
 """Interleaved timing: in every round each contender of a cell is timed once, so that all of them see the same
 temperature.
 
-One measurement is a batch of launches between two CUDA events. As many untimed launches of the same contender
-go before it: they bring its code and data back into the caches and fill the queue, and, where batches are long
-(50 ms by default), let the GPU's power control settle to it. These kernels all reach the power limit, at clocks
-of their own; a short batch would run at what its predecessor has left. Before the first round the last contender runs
-untimed, as it does before every other round: else the first contender alone, which is this library, would once be
-timed on a GPU that comes from rest, at a clock that the power control takes away again. L2 is not flushed between
+One measurement is a batch of launches between two CUDA events. Untimed launches of the same contender go before it, for
+`settle_ms`: they bring its code and data back into the caches, fill the queue, and let the GPU's power control settle
+to it. Most of these kernels reach the power limit, each at a clock of its own. From rest, or behind a kernel that needs
+less, a GPU runs at its highest clock for some 50 ms, then below what it can keep, and it takes 100 to 300 ms until the
+speed is that of an hour; behind one that needs more it is slow for 100 ms. With 15 ms untimed and as many timed the
+ratio of two kernels hung by up to 7% on which contender came before (perf/log.md, run 23). L2 is not flushed between
 launches: the operands of the default grid's cells (96 MiB at 8 bits, outputs apart) exceed it.
 """
 
@@ -25,10 +25,12 @@ import torch
 from cute_attn.bench import cases, gradients, peers, record
 
 Key = TypeVar("Key")
-TimeBatch = Callable[[Callable[[], Any], int], float]  # (launch, count) -> milliseconds of `count` launches
+# (launch, count, untimed) -> milliseconds of `count` launches behind `untimed` others
+TimeBatch = Callable[[Callable[[], Any], int, int], float]
 
 MAX_LAUNCHES = 1000  # of one batch
-SETTLE_BATCHES = 4  # lengths of a batch that the GPU works before the first round
+MAX_UNTIMED = 5000  # of those before it: where a launch is that short, the host or memory bounds it
+SETTLE_MS = 250.0  # of untimed launches before a batch
 
 
 class DeviceLost(RuntimeError):
@@ -67,10 +69,10 @@ class Timing:
         return len(self.times)
 
 
-def time_batch_cuda(launch: Callable[[], Any], count: int) -> float:
-    """Milliseconds of `count` launches between two events on the current stream, after as many untimed ones."""
+def time_batch_cuda(launch: Callable[[], Any], count: int, untimed: int) -> float:
+    """Milliseconds of `count` launches between two events on the current stream, behind `untimed` ones."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for _ in range(count):
+    for _ in range(untimed):
         launch()
     start.record()
     for _ in range(count):
@@ -85,6 +87,7 @@ def interleaved(
     *,
     rounds: int,
     min_batch_ms: float,
+    settle_ms: float = SETTLE_MS,
     time_batch: TimeBatch = time_batch_cuda,
     on_failure: Callable[[Key, Exception], None] = lambda key, error: None,
 ) -> dict[Key, Timing]:
@@ -92,35 +95,36 @@ def interleaved(
     launch that raises is reported to `on_failure` and left out from then on.
 
     Raises:
-        ValueError: rounds < 1 or min_batch_ms is not positive.
+        ValueError: rounds < 1, min_batch_ms is not positive or settle_ms is negative.
     """
-    if rounds < 1 or not min_batch_ms > 0:
+    if rounds < 1 or not min_batch_ms > 0 or not settle_ms >= 0:
         raise ValueError(
-            f"rounds must be at least 1 and min_batch_ms positive, got {rounds} and {min_batch_ms}"
+            "rounds must be at least 1, min_batch_ms positive and settle_ms not negative, "
+            f"got {rounds}, {min_batch_ms} and {settle_ms}"
         )
-    counts: dict[Key, int] = {}
+    counts: dict[Key, tuple[int, int]] = {}  # timed and untimed launches
     times: dict[Key, list[float]] = {}
     for key, launch in launches.items():
         try:
-            estimate = max(time_batch(launch, 2) / 2, 1e-6)
+            estimate = max(time_batch(launch, 2, 1) / 2, 1e-6)
         except Exception as error:
             on_failure(key, error)
             continue
-        counts[key] = min(MAX_LAUNCHES, max(2, math.ceil(min_batch_ms / estimate)))
+        counts[key] = (
+            min(MAX_LAUNCHES, max(2, math.ceil(min_batch_ms / estimate))),
+            min(MAX_UNTIMED, max(2, math.ceil(settle_ms / estimate))),
+        )
         times[key] = []
 
     def run(key: Key) -> float | None:
         """Milliseconds of a launch in a batch of `key`; None where it failed."""
         try:
-            return time_batch(launches[key], counts[key]) / counts[key]
+            return time_batch(launches[key], *counts[key]) / counts[key][0]
         except Exception as error:
             del times[key]
             on_failure(key, error)
             return None
 
-    for _ in range(SETTLE_BATCHES // 2):  # a batch is as long again before it is timed
-        if times:
-            run(list(times)[-1])
     for number in range(rounds):
         order = list(times)
         shift = number % len(order) if order else 0
@@ -128,7 +132,7 @@ def interleaved(
             found = run(key)
             if found is not None:
                 times[key].append(found)
-    return {key: Timing.of(found, counts[key]) for key, found in times.items()}
+    return {key: Timing.of(found, counts[key][0]) for key, found in times.items()}
 
 
 def short_reason(error: BaseException, limit: int = 300) -> str:
@@ -183,6 +187,7 @@ def time_cell(
     *,
     rounds: int,
     min_batch_ms: float = 50.0,
+    settle_ms: float = SETTLE_MS,
     device: torch.device | str = "cuda",
     seed: int = 0,
     prepare: Callable[..., peers.Prepared] = peers.prepare,
@@ -271,7 +276,12 @@ def time_cell(
             except Exception as problem:
                 settle(contender, problem)
         timed = interleaved(
-            launches, rounds=rounds, min_batch_ms=min_batch_ms, time_batch=time_batch, on_failure=settle
+            launches,
+            rounds=rounds,
+            min_batch_ms=min_batch_ms,
+            settle_ms=settle_ms,
+            time_batch=time_batch,
+            on_failure=settle,
         )
         for contender, batch in timed.items():
             timing = batch.per_call(calls[contender])

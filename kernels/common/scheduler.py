@@ -208,14 +208,20 @@ def descending(cfg: Bwd16Config) -> bool:
     return cfg.deterministic and (cfg.causal or cfg.window)
 
 
+def sectioned(cfg: Bwd16Config) -> bool:
+    """Whether tiles of several heads take turns: under a causal mask, and where those of a head add in their order, so
+    that one does not start with the next, which would wait for it in each step."""
+    return cfg.causal or cfg.deterministic
+
+
 def key_block_order(n_blocks: Int32, batches: Int32, heads_k: Int32, turn: Int32, cfg: Bwd16Config):
     """Divisors for `key_block_coord`, made on the host, as three divisions in a row would delay a CTA's first load.
 
-    They are heads_k, and n_blocks, or under a causal mask the tiles of a section of `turn` heads, `turn`, the heads of
+    They are heads_k, and n_blocks, or where `sectioned` the tiles of a section of `turn` heads, `turn`, the heads of
     the last section, which may have fewer, and its index; behind them n_blocks itself.
     """
     divisor = cute.FastDivmodDivisorV2
-    if not cfg.causal:
+    if not sectioned(cfg):
         return divisor(heads_k), divisor(n_blocks), n_blocks
     heads = heads_k * batches
     whole = heads // turn
@@ -231,7 +237,7 @@ def key_block_coord(cta: Int32, order, cfg: Bwd16Config):
     first keys are seen by most queries: of `turn` heads together the longest come first, so that CTAs end together.
     With an order of dQ they descend under a mask, see `tiles_before`, all slots where sequences are of unlike length.
     """
-    if cutlass.const_expr(cfg.causal):
+    if cutlass.const_expr(sectioned(cfg)):
         of_heads, of_sections, of_turn, of_last, whole, n_blocks = order
         section, rest = divmod(cta, of_sections)
         n_block, head = divmod(rest, of_turn)

@@ -339,7 +339,7 @@ class Bwd16Main:
                 self.producer.load_tile(
                     place, slots, blocks, group, loads, tiles, rows, s_rows, pipes, first_full
                 )
-            if const_expr(not cfg.dq_direct):
+            if const_expr(cfg.deterministic or not cfg.dq_direct):
                 part = warp_idx - 4 * cfg.consumer_warpgroups - 1
                 if part >= 0 and part < cfg.consumer_warpgroups:
                     self.producer.send_heads(

@@ -51,6 +51,11 @@ from .operands import ELEMENTS, opaque_zero
 from .policy_16bit import bf16_pair, fp16_pair
 
 LOG2_E = math.log2(math.e)
+import os
+
+OPEN_TURNS = int(
+    os.environ.get("HX") or "1"
+)  # reductions of dQ that a sender has under way beside the one whose turn it ends
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
@@ -58,13 +63,13 @@ class BwdBarrier(enum.IntEnum):
     """Named barriers of the CTA (0 is sync_threads)."""
 
     EXCHANGE = 1  # all consumers: dS of the step is written
-    REUSE = (
-        2  # all consumers, with one buffer of dS: the products of the step before, which read it, are done
-    )
-    OWN = 3  # + warpgroup, with `dq_direct`: its 128 threads; it is its turn, or it has added
-    # Else, + warpgroup: of its 128 threads and the 32 of the warp that sends its part of dQ
-    DQ_FREE = 6  # the sender arrives, the warpgroup waits: the part of the step before has left shared memory
-    DQ_WRITTEN = 9  # the warpgroup arrives, the sender waits: the part of this step is there
+    # all consumers, with one buffer of dS: the products of the step before, which read it, are done
+    REUSE = 2
+    OWN = 3  # + warpgroup: its 128 threads, at the end of a tile, see `BwdStore`
+    # + warpgroup, of its 128 threads and the 32 of the warp that sends its part of dQ, see `send`, or, with `dq_direct`
+    # and `deterministic`, that keeps its turns, see `keep_turns`
+    DQ_FREE = 6  # the warp arrives, the warpgroup waits: the part of the step before has left shared memory; its turn
+    DQ_WRITTEN = 9  # the warpgroup arrives, the warp waits: the part of this step is there; it has added
 
 
 def transposed(s: cute.Tensor) -> cute.Tensor:
@@ -310,9 +315,9 @@ class BwdMainloop:
         cute.copy(copy_atom, tiled_copy.retile(values), tiled_copy.partition_D(own))
 
     @cute.jit
-    def add_dq(self, acc: cute.Tensor, target: Int64, turn, warpgroup: Int32):
+    def add_dq(self, acc: cute.Tensor, target: Int64, warpgroup: Int32):
         """With `dq_direct`: each thread adds its vectors of the warpgroup's part of dQ to the sum of its query tile,
-        which begins at address `target`. `turn`: see `await_turn`.
+        which begins at address `target`.
 
         The sum is in the order of accumulators: element i of vector v of thread t of warpgroup w, register 4 v + i, at
         ((w * registers / 4 + v) * 128 + t) * 4 + i. `hand_dq` writes shared memory likewise.
@@ -320,10 +325,8 @@ class BwdMainloop:
         cfg = self.cfg
         tid, _, _ = cute.arch.thread_idx()
         if const_expr(cfg.deterministic):
-            if tid % 128 == 0:
-                await_turn(turn)
-            # the warpgroup: its first thread has seen that it is its turn
-            cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
+            # the warpgroup waits, the warp that keeps its turns arrives: it is its turn
+            cute.arch.barrier(barrier_id=BwdBarrier.DQ_FREE + warpgroup, number_of_threads=160)
         address = target + Int64((warpgroup * (cfg.dq_registers * 128) + tid % 128 * 4) * 4)
         for v in cutlass.range_constexpr(cfg.dq_registers // 4):
             cute.arch.inline_ptx(
@@ -331,12 +334,35 @@ class BwdMainloop:
                 "{{$r1}, {$r2}, {$r3}, {$r4}};",
                 read_only_args=[address, *(acc[4 * v + i] for i in range(4))],
             )
-        if const_expr(cfg.deterministic):
-            cute.arch.fence_acq_rel_gpu()  # what this thread added comes before the next turn
-            # the warpgroup: all of it has added, and its first thread may say so
-            cute.arch.barrier(barrier_id=BwdBarrier.OWN + warpgroup, number_of_threads=128)
-            if tid % 128 == 0:
-                end_turn(turn)
+
+    @cute.jit
+    def say_added(self, warpgroup: Int32):
+        """With `dq_direct` and `deterministic`: what the warpgroup has added to dQ until now is there. Called in the
+        next step, when the fence has nothing left to wait for, and behind the last one."""
+        cute.arch.fence_acq_rel_gpu()  # what this thread added comes before the next turn
+        # the warpgroup arrives, the warp that keeps its turns waits: all of it has added
+        cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_WRITTEN + warpgroup, number_of_threads=160)
+
+    @cute.jit
+    def keep_turns(self, place, g_turns: cute.Tensor, blocks, part: Int32):
+        """With `dq_direct` and `deterministic`: await and end the turns of part `part` of dQ of all query tiles of one
+        query head, for the warpgroup that adds. Called by one whole warp of the producers, so that neither the look at
+        the count nor the end of the adds takes time from products."""
+        lane = cute.arch.lane_idx()
+        for m in cutlass.range(blocks[0], blocks[3], unroll=1):
+            # the warp waits, the consumers arrive, within their step: what they added in the step before is there
+            cute.arch.barrier(barrier_id=BwdBarrier.DQ_WRITTEN + part, number_of_threads=160)
+            if lane == 0:
+                if m > blocks[0]:
+                    end_turn(self.turn(m - 1, place, g_turns, part))
+                await_turn(self.turn(m, place, g_turns, part))
+            cute.arch.sync_warp()  # the warp: its first lane has seen the turn
+            # the warp arrives, the consumers wait: they may add
+            cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_FREE + part, number_of_threads=160)
+        # the warp waits, the consumers arrive behind their last step
+        cute.arch.barrier(barrier_id=BwdBarrier.DQ_WRITTEN + part, number_of_threads=160)
+        if blocks[0] < blocks[3] and lane == 0:
+            end_turn(self.turn(blocks[3] - 1, place, g_turns, part))
 
     @cute.jit
     def hand_dq(self, acc: cute.Tensor, s_dq: cute.Tensor, warpgroup: Int32):
@@ -355,15 +381,11 @@ class BwdMainloop:
         cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_WRITTEN + warpgroup, number_of_threads=160)
 
     @cute.jit
-    def reduce_part(self, s_dq: cute.Tensor, target: Int64, turn, part: Int32):
-        """Start the reduction of one part of dQ; deterministic: in its turn. Called by one thread, which has to wait
-        for the group before the part in shared memory is written anew, and to `end_part`. See `hand_dq`."""
-        cfg = self.cfg
-        count = cfg.dq_registers
+    def reduce_part(self, s_dq: cute.Tensor, target: Int64, part: Int32):
+        """Start the reduction of one part of dQ. Called by one thread, which has to wait for the group before the part
+        in shared memory is written anew. See `hand_dq`."""
+        count = self.cfg.dq_registers
         start = part * (count * 128)
-        if const_expr(cfg.deterministic):
-            await_turn(turn)
-            cute.arch.fence_proxy("async")  # the adds of the turn before, then those of this one
         cute.arch.inline_ptx(
             "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
             read_only_args=[
@@ -375,16 +397,16 @@ class BwdMainloop:
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def end_part(self, turn):
-        """Deterministic: the next key tile may add to the part whose reduction this thread started last."""
-        cute.arch.cp_async_bulk_wait_group(0)  # its adds are done, not only read
+    def end_part(self, turn, younger: cutlass.Constexpr):
+        """Deterministic: let the next key tile add to a part whose reduction this thread has started, and since then
+        `younger` others."""
+        cute.arch.cp_async_bulk_wait_group(younger)  # its adds are done, not only read
         cute.arch.fence_proxy("async")  # before the count that lets the next tile add
         end_turn(turn)
 
+    @cute.jit
     def turn(self, m: Int32, place, g_turns: cute.Tensor, part: Int32):
-        """Turn of part `part` of dQ of query tile m, see `await_turn`; read only if deterministic."""
-        if not self.cfg.deterministic:
-            return Int64(0), Int32(0)
+        """Turn of part `part` of dQ of query tile m, see `await_turn`; with `deterministic`."""
         _, seqlen_k, shift, _, right, n_block = place
         before = tiles_before(m, n_block, seqlen_k, shift, right, self.cfg)
         return g_turns[m, None].iterator.toint() + Int64(part * 4), before
@@ -393,26 +415,34 @@ class BwdMainloop:
     def send(self, s_dq: cute.Tensor, place, g_dq: cute.Tensor, g_turns: cute.Tensor, blocks, part: Int32):
         """Send part `part` of dQ of all query tiles of one query head. Called by one whole warp, whose first thread
         waits for each reduction to have read shared memory, also for the last one, as the CTA's memory must outlive it.
-        The consumers go over the same tiles, so that every arrival is waited for once. Deterministic: a turn ends while
-        the consumers already write the next part."""
-        cfg = self.cfg
+        The consumers go over the same tiles, so that every arrival is waited for once.
+
+        Deterministic: the turn of a tile is awaited while the consumers make its part, and ends a step later, when its
+        adds are done: they take longer than a step's products leave time for."""
+        lane = cute.arch.lane_idx()
         for m in cutlass.range(blocks[0], blocks[3], unroll=1):
             # the warp arrives, the consumers wait: what was read before, at first nothing, may be written over
             cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_FREE + part, number_of_threads=160)
-            turn = self.turn(m, place, g_turns, part)
-            if const_expr(cfg.deterministic):
-                if m > blocks[0] and cute.arch.lane_idx() == 0:
-                    self.end_part(self.turn(m - 1, place, g_turns, part))
+            if const_expr(self.cfg.deterministic):
+                if lane == 0:
+                    if m > blocks[0] + OPEN_TURNS:
+                        self.end_part(self.turn(m - 1 - OPEN_TURNS, place, g_turns, part), OPEN_TURNS)
+                    await_turn(self.turn(m, place, g_turns, part))
+                    cute.arch.fence_proxy("async")  # the adds of the turn before, then those of this one
+                cute.arch.sync_warp()  # the warp: its first lane has seen the turn
             # the warp waits, the consumers arrive: the part of this tile is written
             cute.arch.barrier(barrier_id=BwdBarrier.DQ_WRITTEN + part, number_of_threads=160)
-            if cute.arch.lane_idx() == 0:
-                self.reduce_part(s_dq, g_dq[m, None].iterator.toint(), turn, part)
+            if lane == 0:
+                self.reduce_part(s_dq, g_dq[m, None].iterator.toint(), part)
             cute.arch.cp_async_bulk_wait_group(
                 0, read=True
             )  # the first thread: its reduction has read the part
-        if const_expr(cfg.deterministic):
-            if blocks[0] < blocks[3] and cute.arch.lane_idx() == 0:
-                self.end_part(self.turn(blocks[3] - 1, place, g_turns, part))
+        if const_expr(self.cfg.deterministic):
+            if lane == 0:
+                for younger in cutlass.range_constexpr(OPEN_TURNS, -1, -1):
+                    last = blocks[3] - 1 - younger
+                    if last >= blocks[0]:
+                        self.end_part(self.turn(last, place, g_turns, part), younger)
 
     @cute.jit
     def release(self, pipe, state):
@@ -517,6 +547,8 @@ class BwdMainloop:
         # All consumers: dS, and P if it is shared, is written. With two buffers, a warpgroup that comes here has done
         # its products of the step before, so the buffer of that step may be written in the next.
         cute.arch.barrier(barrier_id=BwdBarrier.EXCHANGE, number_of_threads=128 * cfg.consumer_warpgroups)
+        if const_expr(cfg.dq_direct and cfg.deterministic):
+            self.say_added(warpgroup)  # of the step before, if there was one
         if const_expr(cfg.shared_keys):
             self.issue_gradient(dv, words_p, dv_operands, stages_v, cfg.dv_part)
         dq = self.new_dq()
@@ -533,8 +565,7 @@ class BwdMainloop:
             if m == end_keys[2]:
                 end_keys[0].consumer_release(end_keys[1])  # all threads: no product reads K and V any more
         if const_expr(cfg.dq_direct):
-            turn = self.turn(m, place, g_turns, warpgroup)
-            self.add_dq(dq, g_dq[m, None].iterator.toint(), turn, warpgroup)
+            self.add_dq(dq, g_dq[m, None].iterator.toint(), warpgroup)
         else:
             self.hand_dq(dq, s_dq, warpgroup)
         wg.wait_group(0)  # dK is complete
@@ -577,4 +608,6 @@ class BwdMainloop:
         if const_expr(cfg.window):
             for m in cutlass.range(blocks[2], blocks[3], unroll=1):
                 states = self.step(True, m, *more, states, warpgroup, end_keys)
+        if const_expr(cfg.dq_direct and cfg.deterministic):
+            self.say_added(warpgroup)
         return states

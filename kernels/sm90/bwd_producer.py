@@ -2,7 +2,7 @@
 
     warp            does
     0               issues the TMA loads; with `persistent` it takes key tiles by a count and tells the others where
-    1 + warpgroup   but with `dq_direct`, sends that consumer warpgroup's part of dQ
+    1 + warpgroup   sends that consumer warpgroup's part of dQ; with `dq_direct` keeps its turns if they have an order
     3               with `clears_ahead`, clears a share of the sum of dQ of a later head
 
 Tensors see bwd.py, the rings of Q and dO bwd_mainloop.py. With `persistent` there are two more: of places
@@ -228,8 +228,8 @@ class BwdProducer:
     def send_heads(
         self, place, slots, blocks, group: Int32, ahead: Int32, m_k, rows, s_dq, window, part: Int32
     ):
-        """Send part `part` of dQ of all query heads of a key tile, see `BwdMainloop.send`; by one whole warp. ahead see
-        `clear_ahead`."""
+        """Send part `part` of dQ of all query heads of a key tile, see `BwdMainloop.send`, or with `dq_direct` keep its
+        turns; by one whole warp. ahead see `clear_ahead`."""
         cfg = self.cfg
         n_block, head_k, batch, _, seqlen_q, _, seqlen_k = place
         entry, slot = slots
@@ -238,14 +238,13 @@ class BwdProducer:
             self.await_cleared((n_block, head_k, batch), group, ahead, m_k, m_turns)
         for h in cutlass.range(group, unroll=1):
             head = head_k * group + h
-            self.mainloop.send(
-                s_dq,
-                (Int32(0), seqlen_k, seqlen_k - seqlen_q, *window, n_block),
-                from_slot(m_dq_sum[entry, head, None, None], slot, cfg.varlen),
-                from_slot(m_turns[entry, head, None, None], slot, cfg.varlen),
-                blocks,
-                part,
-            )
+            limits = (Int32(0), seqlen_k, seqlen_k - seqlen_q, *window, n_block)
+            turns = from_slot(m_turns[entry, head, None, None], slot, cfg.varlen)
+            if const_expr(cfg.dq_direct):
+                self.mainloop.keep_turns(limits, turns, blocks, part)
+            else:
+                dq_sum = from_slot(m_dq_sum[entry, head, None, None], slot, cfg.varlen)
+                self.mainloop.send(s_dq, limits, dq_sum, turns, blocks, part)
 
     @cute.jit
     def clear_ahead(self, tile, group: Int32, ahead: Int32, m_k, m_dq_sum: cute.Tensor, m_turns: cute.Tensor):
