@@ -192,11 +192,15 @@ def call(cell: Cell, x: Inputs, backend: str) -> tuple[Tensor, Tensor]:
         return torch.tensor(numbers, dtype=torch.int32, device=x.q.device)
 
     sizes = x.sizes
-    starts = (on_device([0, *itertools.accumulate(lengths)]) for lengths in (sizes.lengths_q, sizes.room_k))
+    starts_q, starts_k = (
+        on_device([0, *itertools.accumulate(lengths)]) for lengths in (sizes.lengths_q, sizes.room_k)
+    )
     if cell.unused:
         options["seqused_k"] = on_device(sizes.lengths_k)
     longest = max(sizes.lengths_q), max(sizes.room_k)
-    return cute_attn.flash_attn_varlen_func(x.q, x.k, x.v, *starts, *longest, **options)  # type: ignore[return-value]
+    return cute_attn.flash_attn_varlen_func(  # type: ignore[return-value]
+        x.q, x.k, x.v, starts_q, starts_k, *longest, **options
+    )
 
 
 @contextmanager
@@ -261,7 +265,8 @@ def poisoned() -> Iterator[None]:
 
 @dataclass
 class Errors:
-    """Largest errors of the sequence that comes nearest to what is allowed, or exceeds it most."""
+    """Largest errors of a call; of sequences of unlike length those of the one nearest to what is allowed, or farthest
+    above."""
 
     out: float
     allowed: float
@@ -355,7 +360,7 @@ def hidden_keys(cell: Cell, sizes: Sizes, device: torch.device) -> Tensor:
 
 
 def compare(cell: Cell, x: Inputs, out: Tensor, lse: Tensor) -> Errors:
-    """Errors of (out, lse) against float64. What is allowed goes by sequence."""
+    """Errors of (out, lse) against float64: largest ones of the whole batch, or of each sequence of unlike length."""
     sizes, q, k, v = x.sizes, x.q, x.k, x.v
     if cell.varlen:
         q, out, lse = (padded(y, sizes.lengths_q) for y in (q, out, lse.T))
@@ -385,7 +390,7 @@ def compare(cell: Cell, x: Inputs, out: Tensor, lse: Tensor) -> Errors:
         return difference.nan_to_num_(nan=math.inf, posinf=math.inf)
 
     def largest(of: Tensor) -> Tensor:
-        return of.flatten(1).amax(dim=1)  # of each sequence
+        return of.flatten(1).amax(dim=1) if cell.varlen else of.amax().view(1)
 
     difference = off(out)
     error, theirs = largest(difference), largest(off(rough.to(out.dtype)))
@@ -396,9 +401,9 @@ def compare(cell: Cell, x: Inputs, out: Tensor, lse: Tensor) -> Errors:
     lse_error = (lse.double() - exact_lse).abs() / exact_lse.abs().clamp(min=1.0)
     lse_error = lse_error.masked_fill(empty | behind, 0.0).nan_to_num(nan=math.inf, posinf=math.inf).amax()
     numbers = torch.cat([error, allowed, theirs, torch.stack([lse_error, wrong_empty.double()])]).tolist()
-    *by_sequence, worst_lse, any_wrong = numbers
-    batch = len(error)
-    parts = list(zip(*(by_sequence[i * batch : (i + 1) * batch] for i in range(3)), strict=True))
+    *by_part, worst_lse, any_wrong = numbers
+    count = len(error)
+    parts = list(zip(by_part[:count], by_part[count : 2 * count], by_part[2 * count :], strict=True))
     # The share of what is allowed; where nothing is, no error is none of it.
     worst = max(parts, key=lambda part: part[0] / part[1] if part[1] else math.inf if part[0] else 0.0)
     where = ""

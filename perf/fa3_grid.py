@@ -12,9 +12,10 @@ queries.
 
 Processes share the GPU. Each takes groups of cells that need the same kernels; others compile for it while it runs
 cells whose kernels are there. Every output is compared with float64 on the device (a Hopper GPU has the arithmetic for
-it). In each sequence its largest error may be twice that of torch's own attention in 16 bits on the same inputs, scores
-in memory, plus one step of the output's dtype; with e4m3 operands three times that of attention with P in e4m3. lse is
-good to 1e-3; rows without keys are 0 and -inf. Memory for results is NaN until a kernel has written it.
+it). The largest error of a batch, or of each sequence of unlike length, may be twice that of torch's own attention in
+16 bits on the same inputs, scores in memory, plus one step of the output's dtype; with e4m3 operands three times that
+of attention with P in e4m3. lse is good to 1e-3; rows without keys are 0 and -inf. Memory for results is NaN until a
+kernel has written it.
 
 RECORD.json has a row for each group and number of key heads, with counts of its cells and the worst errors, and one for
 each cell that was wrong or failed. RECORD.json.cells has what came of every cell: those that this tree of sources has
@@ -70,7 +71,7 @@ from cute_attn.compile import compile_kernel
 
 AHEAD = 400  # cells that a process plans before it has run them, so that it always has kernels to compile
 CELL_LIMIT = 120.0  # seconds: a cell on a GPU that takes longer hangs
-GRACE = 30.0  # seconds past the time limit for the cells and compilations under way
+GRACE = 20.0  # seconds past the time limit for the cells under way
 MEMORY = 0.9  # of the GPU's, for all processes
 LOST = 3  # exit status of a process whose CUDA context is gone
 
@@ -255,14 +256,14 @@ def run_cell(cell: Cell, device: str, backend: str, seed: int) -> Row:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return row | {"status": "failed", "reason": reason}
-    reason = errors.excess(LSE_ERROR[cell.dtype])
+    wrong = errors.excess(LSE_ERROR[cell.dtype])
     row |= {
         "max_error": finite(errors.out),
         "torch_error": finite(errors.torch),
         "allowed_error": finite(errors.allowed),
         "lse_error": finite(errors.lse),
     }
-    return row if reason is None else row | {"status": "wrong", "reason": reason}
+    return row if wrong is None else row | {"status": "wrong", "reason": wrong}
 
 
 def device_works(device: str) -> bool:
@@ -300,7 +301,6 @@ class Run:
             pool = None
             if self.task.backend == "sm90":
                 pool = ProcessPoolExecutor(self.task.jobs, mp_context=multiprocessing.get_context("spawn"))
-                stack.enter_context(pool)
                 stack.callback(pool.shutdown, wait=False, cancel_futures=True)
             self.out = stack.enter_context(self.file.open("w", encoding="utf-8"))
             self.write(self.task.trees)
@@ -379,14 +379,15 @@ class Run:
             self.lost = not device_works(self.task.device)
 
 
-def run_child(folder: Path, process: int) -> int:
-    """One of several processes; its task is in `folder`. Returns its exit status."""
+def run_child(folder: Path, process: int) -> None:
+    """One of several processes; its task is in `folder`. Ends it without a wait for compilations under way: the parent
+    ends them."""
     task = Task(**json.loads((folder / "task.json").read_text()))
     if task.device.startswith("cuda"):
         torch.cuda.set_per_process_memory_fraction(MEMORY / task.processes)
     run = Run(task, folder, process)
     run.loop()
-    return LOST if run.lost else 0
+    os._exit(LOST if run.lost else 0)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -395,11 +396,10 @@ def run_child(folder: Path, process: int) -> int:
 
 
 def run_processes(task: Task, folder: Path) -> list[str]:
-    """Run a task; what went wrong with its processes. One runs in this process."""
-    if task.processes == 1:
-        run = Run(task, folder, 0)
-        run.loop()
-        return ["the CUDA context was lost"] if run.lost else []
+    """Run a task; what went wrong with its processes. Where nothing compiles, one is this process."""
+    if task.processes == 1 and task.backend != "sm90":
+        Run(task, folder, 0).loop()
+        return []
     (folder / "task.json").write_text(json.dumps(dataclasses.asdict(task)))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--child", str(folder)]
@@ -489,7 +489,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--seconds",
         type=float,
         default=math.inf,
-        help="stop after these, and the cells and compilations under way (default: at the end)",
+        help="stop after these, and the cells under way (default: at the end)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of tensors, windows and order (default: 0)")
     parser.add_argument(
@@ -539,7 +539,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns 0; 1 if a cell was wrong or failed, or a process did."""
     options = parse(argv)
     if options.child is not None:
-        return run_child(Path(options.child[0]), int(options.child[1]))
+        run_child(Path(options.child[0]), int(options.child[1]))
     if options.list:
         found = [cell for cell in cells() if options.only.search(cell.name)]
         kinds = Counter((cell.dtype, "varlen" if cell.varlen else "batch") for cell in found)
@@ -557,6 +557,7 @@ def main(argv: list[str] | None = None) -> int:
     if process_files(path):  # of a run that was killed
         save(path, meta, before, options)
     groups, skipped = choose(options, before)
+    processes = min(options.processes, max(1, len(groups)))
     task = Task(
         record=str(path),
         groups=[[cell.name for cell in group] for group in groups],
@@ -564,8 +565,8 @@ def main(argv: list[str] | None = None) -> int:
         device=options.device,
         backend=options.backend,
         seed=options.seed,
-        processes=min(options.processes, max(1, len(groups))),
-        jobs=max(1, options.jobs // options.processes),
+        processes=processes,
+        jobs=max(1, options.jobs // processes),
         end=finite(begin + options.seconds),
         parent=os.getpid(),
     )
