@@ -10,318 +10,234 @@ masks, windows, softcap, and sequences of unlike length with empty ones and unus
 this library does not have: a second query (`qv`), attention in chunks, 512 columns of V, splits of the keys, unused
 queries.
 
-Kernels compile in processes while cells run whose kernels are ready. Every output is compared with float64 on the
-device (a Hopper GPU has the arithmetic for it). Its largest error may be twice that of torch's own attention in 16
-bits on the same inputs, scores in memory, plus one step of the output's dtype; with e4m3 operands three times that of
-attention with P in e4m3. lse is good to 1e-3; rows without keys are 0 and -inf. What `torch.empty` returns is NaN
-until a kernel has written it.
+Processes share the GPU. Each takes groups of cells that need the same kernels; others compile for it while it runs
+cells whose kernels are there. Every output is compared with float64 on the device (a Hopper GPU has the arithmetic for
+it). The largest error of a batch, or of each sequence of unlike length, may be twice that of torch's own attention in
+16 bits on the same inputs, scores in memory, plus one step of the output's dtype; with e4m3 operands three times that
+of attention with P in e4m3. lse is good to 1e-3; rows without keys are 0 and -inf. Memory for results is NaN until a
+kernel has written it.
 
-RECORD.json is read first if it is there: cells that this tree of sources has run are not run again, nor one that did
-not end (RECORD.json.running names it).
+RECORD.json has a row for each group and number of key heads, with counts of its cells and the worst errors, and one for
+each cell that was wrong or failed. RECORD.json.cells has what came of every cell: those that this tree of sources has
+run are not run again, nor one that did not end.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
+import dataclasses
+import json
 import math
 import multiprocessing
 import os
 import random
 import re
 import shlex
+import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-import cute_attn
-from cute_attn import api, launch
+sys.path.insert(0, str(Path(__file__).parent))
+from fa3_cells import (
+    HEADS,
+    HEADS_K,
+    LSE_ERROR,
+    SOFTCAP,
+    Cell,
+    Group,
+    call,
+    cells,
+    compare,
+    draw_sizes,
+    make_inputs,
+    poisoned,
+    recorded_kernels,
+)
+
 from cute_attn.bench import record
 from cute_attn.compile import compile_kernel
-from cute_attn.flash import reference
 
-LENGTHS = (
-    (1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217), (113, 211),
-    (108, 256), (256, 512), (384, 256), (640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023), (4096, 4096),
-    (4224, 4224),
-)  # fmt: skip
-VARLEN_LENGTHS = (
-    (1, 1), (1, 3), (2, 1), (511, 1), (3, 513), (64, 128), (128, 128), (256, 256), (113, 203), (128, 217), (113, 211),
-    (108, 256), (256, 512), (307, 256), (640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023), (2048, 2048),
-    (4096, 4096),
-)  # fmt: skip
-HEAD_DIMS = {64: (256, 64), 96: (96,), 128: (128,), 192: (128, 192), 256: (256,)}  # of Q and K: those of V
-HEADS = 6
-HEADS_K = {"mha": 6, "gqa": 2, "mqa": 1}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
-SOFTCAP = 15.0
-# Of torch's error. P in e4m3 by its code is 1.2 times as far off as by conversion, and largest errors scatter.
-ALLOWED = {"bf16": 2.0, "fp16": 2.0, "e4m3": 3.0}
-LSE_ERROR = {"bf16": 1e-3, "fp16": 1e-3, "e4m3": 0.1}  # relative where lse exceeds 1
-SAVE_EVERY = 30.0  # seconds
+AHEAD = 400  # cells that a process plans before it has run them, so that it always has kernels to compile
+CELL_LIMIT = 120.0  # seconds: a cell on a GPU that takes longer hangs
+GRACE = 20.0  # seconds past the time limit for the cells under way
+MEMORY = 0.9  # of the GPU's, for all processes
+LOST = 3  # exit status of a process whose CUDA context is gone
 
-
-@dataclass(frozen=True)
-class Cell:
-    """One call of the grid."""
-
-    dtype: str
-    heads: str  # "mha", "gqa" or "mqa"
-    head_dim: int
-    head_dim_v: int
-    seqlen_q: int
-    seqlen_k: int
-    causal: bool
-    local: bool
-    softcap: bool
-    varlen: bool = False
-    unused: bool = False  # keys behind those that count, in every sequence
-
-    @property
-    def name(self) -> str:
-        """Unique; --only searches it."""
-        masks = (name for name in ("causal", "local", "softcap", "varlen", "unused") if getattr(self, name))
-        dims = f"d{self.head_dim}" + ("" if self.head_dim_v == self.head_dim else f"v{self.head_dim_v}")
-        return "-".join([self.dtype, self.heads, dims, f"{self.seqlen_q}x{self.seqlen_k}", *masks])
-
-    @property
-    def batch(self) -> int:
-        """Sequences."""
-        return 9 if (self.seqlen_q if self.varlen else self.seqlen_k) <= 2048 else 2
-
-
-def cells() -> list[Cell]:
-    """The whole grid. Of e4m3 operands V has the head dimension of Q."""
-    found = []
-    flags = (False, True)
-    for varlen in flags:
-        for dtype, heads, (head_dim, of_v), lengths, causal, local, softcap in itertools.product(
-            DTYPES, HEADS_K, HEAD_DIMS.items(), VARLEN_LENGTHS if varlen else LENGTHS, flags, flags, flags
-        ):
-            for head_dim_v, unused in itertools.product(
-                (head_dim,) if dtype == "e4m3" else of_v, flags if varlen else (False,)
-            ):
-                found.append(
-                    Cell(dtype, heads, head_dim, head_dim_v, *lengths, causal, local, softcap, varlen, unused)
-                )
-    return found
+Row = dict[str, Any]
 
 
 # ------------------------------------------------------------------------------------------------------------
-# One cell
+# What came of the cells, on disk
 # ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Inputs:
-    """Tensors and options of a call; without `lengths` a batch, else sequences one behind another."""
+def cells_file(path: Path, process: int | None = None) -> Path:
+    """What came of the cells, beside the record at `path`; of one process while it runs.
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    window: tuple[int, int]
-    softcap: float
-    descales: tuple[Tensor, ...] | None
-    lengths_q: list[int]
-    lengths_k: list[int]  # of the keys that count
-    room_k: list[int]  # with those behind them
-
-
-def make_inputs(cell: Cell, device: str, generator: random.Random) -> Inputs:
-    """Random tensors of a cell. With softcap scores reach its range."""
-
-    def below(low: int, high: int) -> int:
-        return generator.randint(low, max(low, high))
-
-    batch, heads_k = cell.batch, HEADS_K[cell.heads]
-    lengths_q, room_k = [cell.seqlen_q] * batch, [cell.seqlen_k] * batch
-    lengths_k = room_k
-    if cell.varlen:
-        lengths_q = [below(max(1, cell.seqlen_q - 20), cell.seqlen_q) for _ in range(batch)]
-        room_k = [below(max(0, cell.seqlen_k - 20), cell.seqlen_k) for _ in range(batch)]
-        # every fifth sequence is empty, and the last
-        room_k = [0 if i % 5 == 0 or i == batch - 1 else room for i, room in enumerate(room_k)]
-        lengths_k = [below(room // 3, room) for room in room_k] if cell.unused else room_k
-    shapes = [
-        (sum(lengths_q), HEADS, cell.head_dim),
-        (sum(room_k), heads_k, cell.head_dim),
-        (sum(room_k), heads_k, cell.head_dim_v),
-    ]
-    q, k, v = (torch.randn(shape, device=device) for shape in shapes)
-    if cell.softcap:
-        q *= SOFTCAP / 4
-    q, k, v = (x.to(DTYPES[cell.dtype]) for x in (q, k, v))
-    if not cell.varlen:
-        q, k, v = (x.unflatten(0, (batch, x.shape[0] // batch)) for x in (q, k, v))
-    window = (-1, -1)
-    if cell.local:
-        window = (below(0, cell.seqlen_k - 1), below(0, cell.seqlen_k - 1))
-    descales = None
-    if cell.dtype == "e4m3":
-        descales = tuple(torch.rand(batch, heads_k, device=device) * 2 for _ in range(3))
-    softcap = SOFTCAP if cell.softcap else 0.0
-    return Inputs(q, k, v, window, softcap, descales, lengths_q, lengths_k, room_k)
-
-
-def call(cell: Cell, x: Inputs, backend: str) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the library.
-
-    Raises NotImplementedError, with the reason, where it has no such function or option.
+    Lines of JSON: first the source trees, then {"begin": cell} before a cell runs, and its row behind it.
     """
-    options: dict[str, Any] = {"causal": cell.causal, "return_lse": True, "backend": backend}
-    if cell.local:
-        options["window_size"] = x.window
-    if x.softcap:
-        options["softcap"] = x.softcap
-    if x.descales is not None:
-        if cell.varlen:
-            raise NotImplementedError("no function takes ready e4m3 tensors of unlike length")
-        options |= dict(zip(("q_descale", "k_descale", "v_descale"), x.descales, strict=True))
-        return cute_attn.flash_attn_fp8_func(x.q, x.k, x.v, **options)
-    if not cell.varlen:
-        return cute_attn.flash_attn_func(x.q, x.k, x.v, **options)  # type: ignore[return-value]
-
-    def starts(lengths: list[int]) -> Tensor:
-        return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(x.q.device)
-
-    if cell.unused:
-        options["seqused_k"] = torch.tensor(x.lengths_k, dtype=torch.int32).to(x.q.device)
-    longest = max(x.lengths_q), max(x.room_k)
-    return cute_attn.flash_attn_varlen_func(
-        x.q, x.k, x.v, starts(x.lengths_q), starts(x.room_k), *longest, **options
-    )
+    return path.with_name(f"{path.name}.cells" + ("" if process is None else f".{process}"))
 
 
-class Poison(TorchFunctionMode):
-    """What `torch.empty` returns holds NaN."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.empty and result.numel():
-            result.view(torch.uint8).fill_(0xFF)
-        return result
+def process_files(path: Path) -> list[Path]:
+    """Those of single processes."""
+    return sorted(path.parent.glob(f"{path.name}.cells.[0-9]*"))
 
 
-@dataclass
-class Errors:
-    """Largest errors of an output, and what is allowed."""
-
-    out: float = 0.0
-    allowed: float = 0.0
-    torch: float = 0.0  # of torch's attention
-    lse: float = 0.0  # absolute, or relative where lse exceeds 1
-    where: str = ""  # of the first output that is too far off
-    empty_rows: bool = True  # rows without keys are 0 and -inf
-
-    def excess(self, limit_lse: float) -> str | None:
-        """What is wrong; None if nothing is."""
-        wrong = []
-        if not self.out <= self.allowed:
-            wrong.append(f"error {self.out:.3e}, allowed {self.allowed:.3e}, first at {self.where}")
-        if not self.lse <= limit_lse:
-            wrong.append(f"lse error {self.lse:.3e}, allowed {limit_lse:g}")
-        if not self.empty_rows:
-            wrong.append("a row without keys is not 0 and -inf")
-        return "; ".join(wrong) or None
+def read_cells(file: Path, trees: Row) -> tuple[dict[str, Row], str | None]:
+    """(rows by cell, the cell that began and did not end) of a file of `cells_file` that these sources made."""
+    rows: dict[str, Row] = {}
+    begun = None
+    with file.open(encoding="utf-8") as lines:
+        if json.loads(next(lines, "null")) != trees:
+            return {}, None
+        for line in lines:
+            if not line.endswith("\n"):
+                break  # the process was killed while it wrote
+            row = json.loads(line)
+            begun = row.get("begin")
+            if begun is None:
+                rows[row["cell"]] = row
+    return rows, begun
 
 
-def compare(cell: Cell, x: Inputs, out: Tensor, lse: Tensor) -> Errors:
-    """Errors of (out, lse) against float64, batch or sequence by sequence."""
-    found = Errors()
-    window = (x.window[0], 0) if cell.causal else x.window
-    options: dict[str, Any] = {
-        "softmax_scale": 1.0 / math.sqrt(cell.head_dim),
-        "window": window,
-        "softcap": x.softcap,
-    }
-    row = key = 0
-    parts: list[tuple[Tensor, ...]] = []
-    if cell.varlen:
-        for n, room, m in zip(x.lengths_q, x.room_k, x.lengths_k, strict=True):
-            rows, keys = slice(row, row + n), slice(key, key + m)
-            row, key = row + n, key + room
-            parts.append(
-                tuple(y.unsqueeze(0) for y in (x.q[rows], x.k[keys], x.v[keys], out[rows], lse[:, rows]))
-            )
-    else:
-        parts = [(x.q, x.k, x.v, out, lse)]
-    for number, (q, k, v, got, got_lse) in enumerate(parts):
-        if x.descales is not None:
-            q, k, v = (
-                y.float() * d.repeat_interleave(y.shape[2] // d.shape[1], dim=1)[:, None, :, None]
-                for y, d in zip((q, k, v), x.descales, strict=True)
-            )
-        exact, exact_lse = reference(q, k, v, dtype=torch.float64, **options)
-        if cell.dtype == "e4m3":
-            rough = in_e4m3(q, k, v, options)
-        else:
-            rough = reference(q, k, v, dtype=q.dtype, **options)[0]
-        if not exact.numel():
-            continue
-        theirs = (rough.double() - exact).abs().max().item()
-        allowed = ALLOWED[cell.dtype] * theirs + torch.finfo(got.dtype).eps * exact.abs().max().item()
-        difference = (got.double() - exact).abs()
-        error = difference.nan_to_num(nan=math.inf).max().item()
-        if error > allowed and not found.where:
-            at = (~(difference <= allowed)).nonzero()[0].tolist()
-            found.where = f"(batch, query, head, column) {[number + at[0], *at[1:]]}"
-        if error - allowed >= found.out - found.allowed or not found.allowed:
-            found.out, found.allowed, found.torch = error, allowed, theirs
-        empty = exact_lse == -math.inf
-        off = (got_lse.double() - exact_lse)[~empty].abs() / exact_lse[~empty].abs().clamp(min=1.0)
-        if off.numel():
-            found.lse = max(found.lse, off.nan_to_num(nan=math.inf).max().item())
-        rows_empty = bool((got.transpose(1, 2)[empty] == 0).all()) and bool(
-            (got_lse[empty] == -math.inf).all()
-        )
-        found.empty_rows = found.empty_rows and rows_empty
+def read_all(files: Iterable[Path], trees: Row) -> dict[str, Row]:
+    """Rows of several files, those of later ones first. A cell that did not end counts as failed."""
+    found: dict[str, Row] = {}
+    for file in files:
+        if file.exists():
+            rows, begun = read_cells(file, trees)
+            found |= rows
+            if begun is not None:
+                reason = "did not end: the process was killed while it ran"
+                found[begun] = {"cell": begun, "status": "failed", "reason": reason}
     return found
 
 
-def in_e4m3(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attention with P, of which the largest of a row is 1, rounded to e4m3. An identity for V gives P."""
-    heads, seqlen_k = v.shape[2], v.shape[1]
-    one = (
-        torch.eye(seqlen_k, device=v.device).view(1, seqlen_k, 1, seqlen_k).expand(v.shape[0], -1, heads, -1)
+def save(path: Path, meta: Row, rows: dict[str, Row], options: argparse.Namespace) -> None:
+    """Write the record and its file of cells, which takes the place of those of single processes."""
+    file = cells_file(path)
+    scratch = file.with_name(f"{file.name}.tmp")
+    scratch.write_text("".join(json.dumps(x) + "\n" for x in (source_trees(meta), *rows.values())))
+    scratch.replace(file)
+    for part in process_files(path):
+        part.unlink()
+    record.write(path, meta, record_rows(rows, options))
+
+
+def source_trees(meta: Row) -> Row:
+    """What names the sources."""
+    return {tree: meta["git"][tree] for tree in record.TREES}
+
+
+def record_rows(rows: dict[str, Row], options: argparse.Namespace) -> list[Row]:
+    """A row for each group and kind of heads of which a cell was run or skipped, then the cells with faults."""
+    groups: dict[tuple[Group, str], list[Cell]] = defaultdict(list)
+    for cell in cells():
+        groups[cell.group, cell.heads].append(cell)
+    found, faults = [], []
+    for members in groups.values():
+        done = [(cell, rows[cell.name]) for cell in members if cell.name in rows]
+        if done:
+            found.append(group_row(members, [row for _, row in done], options))
+            faults += [
+                fault_row(cell, row, options) for cell, row in done if row["status"] in ("wrong", "failed")
+            ]
+    return found + faults
+
+
+def about(cell: Cell, options: argparse.Namespace, **more: Any) -> Row:
+    """The fields of a record's row that a cell shares with its group."""
+    return record.make_row(
+        provider="cute_attn",
+        backend=options.backend,
+        phase="accuracy_kernel",
+        dtype="fp8" if cell.dtype == "e4m3" else cell.dtype,
+        heads_q=HEADS,
+        heads_k=HEADS_K[cell.heads],
+        head_dim=cell.head_dim,
+        causal=cell.causal,
+        head_dim_v=cell.head_dim_v,
+        local=cell.local,
+        softcap=SOFTCAP if cell.softcap else 0.0,
+        varlen=cell.varlen,
+        **more,
     )
-    p = reference(q, k, one, dtype=torch.float32, **options)[0]  # (batch, seqlen_q, heads_q, seqlen_k)
-    p = (p / p.amax(dim=3, keepdim=True).clamp(min=1e-30)).transpose(1, 2)
-    total = p.sum(dim=3, keepdim=True).clamp(min=1.0)
-    values = v.float().transpose(1, 2).repeat_interleave(q.shape[2] // heads, dim=1)
-    return ((p.to(torch.float8_e4m3fn).float() @ values) / total).transpose(1, 2).to(torch.bfloat16)
+
+
+def group_row(members: list[Cell], done: list[Row], options: argparse.Namespace) -> Row:
+    """Counts and worst errors of the cells of a group and a kind of heads."""
+    counts = Counter(row["status"] for row in done)
+    worst = max(done, key=over_torch)
+    errors = [row["lse_error"] for row in done if row.get("lse_error") is not None]
+    status = next(status for status in ("failed", "wrong", "ok", "skipped") if counts[status])
+    reason = None
+    if status != "ok":
+        reason = next(f"{row['cell']}: {row['reason']}" for row in done if row["status"] == status)
+    return about(
+        members[0],
+        options,
+        status=status,
+        reason=reason,
+        **{f"cells_{name}": counts[name] for name in ("ok", "wrong", "failed", "skipped")},
+        cells_not_run=len(members) - len(done),
+        worst_over_torch=finite(round(over_torch(worst), 3)) if over_torch(worst) else None,
+        worst_cell=worst["cell"] if over_torch(worst) else None,
+        worst_lse_error=max(errors, default=None),
+    )
+
+
+def fault_row(cell: Cell, row: Row, options: argparse.Namespace) -> Row:
+    """All about a cell that was wrong or failed."""
+    seed = row.get("seed", options.seed)
+    left, right = draw_sizes(cell, seed).window
+    sizes = {"batch": cell.batch, "seqlen_q": cell.seqlen_q, "seqlen_k": cell.seqlen_k}
+    return about(cell, options, **sizes, window_left=left, window_right=right) | {"seed": seed} | row
+
+
+def over_torch(row: Row) -> float:
+    """Error over that of torch's attention; 0 where there is none of it."""
+    if not row.get("torch_error"):
+        return 0.0
+    return math.inf if row["max_error"] is None else row["max_error"] / row["torch_error"]
+
+
+def finite(x: float) -> float | None:
+    """A number that JSON has."""
+    return x if math.isfinite(x) else None
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The run
+# One process
 # ------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def recorded_kernels() -> Iterator[list[Any]]:
-    """Calls inside launch nothing; the list takes the configurations that they ask for."""
-    asked: list[Any] = []
+@dataclass
+class Task:
+    """What the processes of a run have in common."""
 
-    def note(config: Any) -> Callable[..., None]:
-        asked.append(config)
-        return lambda *args: None
-
-    kept, launch.compile_kernel = launch.compile_kernel, note
-    try:
-        yield asked
-    finally:
-        launch.compile_kernel = kept
-        api._calls.clear()  # calls that were made ready hold what `note` returned
+    record: str
+    groups: list[list[str]]  # names of cells
+    trees: Row
+    device: str
+    backend: str
+    seed: int
+    processes: int
+    jobs: int  # of each
+    end: float | None  # by time.time()
+    parent: int
 
 
 def compile_one(config: Any) -> None:
@@ -329,65 +245,25 @@ def compile_one(config: Any) -> None:
     compile_kernel(config)
 
 
-def running_file(path: Path) -> Path:
-    """Names the cell that runs, beside the record at `path`."""
-    return path.with_name(f"{path.name}.running")
-
-
-def about(cell: Cell, backend: str, seed: int) -> dict[str, Any]:
-    """The row of a cell, as far as it is known before it runs."""
-    window = make_inputs(cell, "meta", random.Random(f"{seed} {cell.name}")).window
-    return record.make_row(
-        provider="cute_attn",
-        backend=backend,
-        phase="accuracy_kernel",
-        dtype="fp8" if cell.dtype == "e4m3" else cell.dtype,
-        batch=cell.batch,
-        seqlen_q=cell.seqlen_q,
-        seqlen_k=cell.seqlen_k,
-        heads_q=HEADS,
-        heads_k=HEADS_K[cell.heads],
-        head_dim=cell.head_dim,
-        causal=cell.causal,
-        cell=cell.name,
-        head_dim_v=cell.head_dim_v,
-        window_left=window[0],
-        window_right=window[1],
-        softcap=SOFTCAP if cell.softcap else 0.0,
-        varlen=cell.varlen,
-        seed=seed,
-    )
-
-
-def run_cell(cell: Cell, device: str, backend: str, seed: int) -> dict[str, Any]:
-    """The row of a cell."""
-    row = about(cell, backend, seed)
-    torch.manual_seed(random.Random(f"{seed} {cell.name} tensors").getrandbits(60))
-    x = make_inputs(cell, device, random.Random(f"{seed} {cell.name}"))
+def run_cell(cell: Cell, device: str, backend: str, seed: int) -> Row:
+    """What came of a cell."""
+    row: Row = {"cell": cell.name, "status": "ok", "seed": seed}
     try:
-        with Poison():
+        x = make_inputs(cell, device, seed)
+        with poisoned():
             out, lse = call(cell, x, backend)
         errors = compare(cell, x, out, lse)
-    except NotImplementedError as error:
-        return row | {"status": "skipped", "reason": str(error)[:300]}
     except Exception as error:
-        return row | {
-            "status": "failed",
-            "reason": " ".join(f"{type(error).__name__}: {error}".split())[:300],
-        }
-    reason = errors.excess(LSE_ERROR[cell.dtype])
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return row | {"status": "failed", "reason": reason}
+    wrong = errors.excess(LSE_ERROR[cell.dtype])
     row |= {
         "max_error": finite(errors.out),
         "torch_error": finite(errors.torch),
         "allowed_error": finite(errors.allowed),
         "lse_error": finite(errors.lse),
     }
-    return row if reason is None else row | {"status": "wrong", "reason": reason}
-
-
-def finite(x: float) -> float | None:
-    """A number that JSON has."""
-    return x if math.isfinite(x) else None
+    return row if wrong is None else row | {"status": "wrong", "reason": wrong}
 
 
 def device_works(device: str) -> bool:
@@ -402,52 +278,85 @@ def device_works(device: str) -> bool:
 
 
 class Run:
-    """Cells in the order given, each when its kernels are compiled."""
+    """The part of one process in a task: groups that no other has taken, each cell when its kernels are compiled."""
 
-    def __init__(self, todo: list[Cell], options: argparse.Namespace):
-        self.todo = deque(todo)
-        self.options = options
-        self.rows: list[dict[str, Any]] = []
+    def __init__(self, task: Task, folder: Path, process: int):
+        """
+        Args:
+            folder: where an empty file says that a group is taken.
+            process: number of this one.
+        """
+        self.task, self.folder = task, folder
+        self.by_name = {cell.name: cell for cell in cells()}
+        self.groups = iter(enumerate(task.groups))
+        self.more = True  # groups to take
         self.kernels: dict[Any, Future[None] | None] = {}
-        self.waiting: deque[tuple[Cell, list[Any]]] = deque()
+        self.waiting: dict[tuple[Any, ...], list[Cell]] = {}  # cells by the kernels that they need
         self.lost = False
+        self.file = cells_file(Path(task.record), process)
 
-    def needs(self, cell: Cell) -> list[Any]:
+    def loop(self) -> None:
+        """Until all is done, the time is up, the parent gone, or the device lost."""
+        with contextlib.ExitStack() as stack:
+            pool = None
+            if self.task.backend == "sm90":
+                pool = ProcessPoolExecutor(self.task.jobs, mp_context=multiprocessing.get_context("spawn"))
+                stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+            self.out = stack.enter_context(self.file.open("w", encoding="utf-8"))
+            self.write(self.task.trees)
+            ahead = 1 if pool is None else AHEAD
+            while (self.more or self.waiting) and not self.lost and not self.over():
+                planned = sum(map(len, self.waiting.values()))
+                ready = next((key for key in self.waiting if all(map(self.compiled, key))), None)
+                if (
+                    self.more
+                    and (ready is None or planned < ahead)
+                    and len(self.pending()) < 2 * self.task.jobs
+                ):
+                    self.take_group(pool)
+                elif ready is not None:
+                    self.run(self.waiting[ready].pop())
+                    if not self.waiting[ready]:
+                        del self.waiting[ready]
+                else:
+                    wait(self.pending(), timeout=1.0, return_when=FIRST_COMPLETED)
+
+    def over(self) -> bool:
+        late = self.task.end is not None and time.time() > self.task.end
+        return late or self.task.parent not in (os.getpid(), os.getppid())
+
+    def write(self, row: Row) -> None:
+        self.out.write(json.dumps(row) + "\n")
+        self.out.flush()
+
+    def take_group(self, pool: ProcessPoolExecutor | None) -> None:
+        """Plan the cells of the next group that is free, and compile their kernels."""
+        for number, names in self.groups:
+            try:
+                (self.folder / f"{number}.taken").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            for cell in map(self.by_name.__getitem__, names):
+                kernels = self.needs(cell) if pool is not None else ()
+                self.waiting.setdefault(kernels, []).append(cell)
+                for config in kernels:
+                    if config not in self.kernels:
+                        self.kernels[config] = self.submit(pool, config)
+            return
+        self.more = False
+
+    def needs(self, cell: Cell) -> tuple[Any, ...]:
         """Configurations that the cell's call asks for."""
-        x = make_inputs(cell, self.options.device, random.Random(f"{self.options.seed} {cell.name}"))
+        x = make_inputs(cell, self.task.device, self.task.seed, contents=False)
         with recorded_kernels() as asked:
             try:
-                call(cell, x, self.options.backend)
+                call(cell, x, self.task.backend)
             except (NotImplementedError, RuntimeError, TypeError, ValueError):
-                return []  # running it says what is wrong
-        return asked
+                return ()  # running it says what is wrong
+        return tuple(asked)
 
     def pending(self) -> list[Future[None]]:
         return [job for job in self.kernels.values() if job is not None and not job.done()]
-
-    def loop(
-        self, pool: ProcessPoolExecutor | None, end: float, save: Callable[[list[dict[str, Any]]], None]
-    ) -> None:
-        """Until all is done, the time is up, or the device lost."""
-        saved = time.monotonic()
-        most = 2 * self.options.jobs
-        while (self.todo or self.waiting) and time.monotonic() < end and not self.lost:
-            ready = next((item for item in self.waiting if all(self.compiled(c) for c in item[1])), None)
-            if ready is not None:
-                self.waiting.remove(ready)
-                self.run(ready[0])
-            elif self.todo and len(self.pending()) < most:
-                cell = self.todo.popleft()
-                asked = self.needs(cell) if pool is not None else []
-                for config in asked:
-                    if config not in self.kernels:
-                        self.kernels[config] = self.submit(pool, config)
-                self.waiting.append((cell, asked))
-            else:
-                wait(self.pending(), timeout=1.0, return_when=FIRST_COMPLETED)
-            if time.monotonic() - saved > SAVE_EVERY:
-                save(self.rows)
-                saved = time.monotonic()
 
     def submit(self, pool: ProcessPoolExecutor | None, config: Any) -> Future[None] | None:
         """The compilation of `config`; None where the cell has to do it, as the pool is gone."""
@@ -463,52 +372,111 @@ class Run:
 
     def run(self, cell: Cell) -> None:
         """Run one cell, and note whether the device survived it."""
-        running = running_file(self.options.record)
-        running.write_text(cell.name)
-        row = run_cell(cell, self.options.device, self.options.backend, self.options.seed)
-        running.unlink()
-        self.rows.append(row)
+        self.write({"begin": cell.name})
+        row = run_cell(cell, self.task.device, self.task.backend, self.task.seed)
+        self.write(row)
         if row["status"] == "failed":
-            self.lost = not device_works(self.options.device)
+            self.lost = not device_works(self.task.device)
 
 
-def summary(rows: list[dict[str, Any]], left: int, kernels: int, seconds: float) -> str:
-    """What came of it, in a few lines."""
+def run_child(folder: Path, process: int) -> None:
+    """One of several processes; its task is in `folder`. Ends it without a wait for compilations under way: the parent
+    ends them."""
+    task = Task(**json.loads((folder / "task.json").read_text()))
+    if task.device.startswith("cuda"):
+        torch.cuda.set_per_process_memory_fraction(MEMORY / task.processes)
+    run = Run(task, folder, process)
+    run.loop()
+    os._exit(LOST if run.lost else 0)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# All processes
+# ------------------------------------------------------------------------------------------------------------
+
+
+def run_processes(task: Task, folder: Path) -> list[str]:
+    """Run a task; what went wrong with its processes. Where nothing compiles, one is this process."""
+    if task.processes == 1 and task.backend != "sm90":
+        Run(task, folder, 0).loop()
+        return []
+    (folder / "task.json").write_text(json.dumps(dataclasses.asdict(task)))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--child", str(folder)]
+    children = [  # each with a process group of its own, which has those that compile for it, too
+        subprocess.Popen([*command, str(i)], env=environment, start_new_session=True)
+        for i in range(task.processes)
+    ]
+    wrong: list[str] = []
+    running = dict(enumerate(children))
+    try:
+        while running:
+            time.sleep(0.2)
+            for i, child in list(running.items()):
+                status = child.poll()
+                if status is not None:
+                    del running[i]
+                    kill_group(child)
+                    if status:
+                        what = "lost its CUDA context" if status == LOST else f"ended with status {status}"
+                        wrong.append(f"process {i} {what}")
+                elif task.end is not None and time.time() > task.end + GRACE:
+                    wrong.append(f"process {i} was killed: it did not end in time")
+                    kill_group(child)
+                    del running[i]
+                elif task.device.startswith("cuda") and hangs(cells_file(Path(task.record), i), task.trees):
+                    wrong.append(f"process {i} was killed: its cell took over {CELL_LIMIT:.0f} s")
+                    kill_group(child)
+                    del running[i]
+    finally:
+        for child in running.values():
+            kill_group(child)
+    return wrong
+
+
+def kill_group(child: subprocess.Popen[bytes]) -> None:
+    """End a child, if it has not ended, and those that compile for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def hangs(file: Path, trees: Row) -> bool:
+    """Whether the process that writes `file` has been at one cell for too long."""
+    if not file.exists() or time.time() - file.stat().st_mtime < CELL_LIMIT:
+        return False
+    return read_cells(file, trees)[1] is not None
+
+
+def summary(rows: Iterable[Row], left: int, seconds: float) -> str:
+    """What came of cells, in a few lines."""
+    rows, by_name = list(rows), {cell.name: cell for cell in cells()}
     counts = Counter(row["status"] for row in rows)
     text = [
-        f"{len(rows)} cells in {seconds:.0f} s with {kernels} kernels: "
+        f"{len(rows)} cells in {seconds:.0f} s: "
         + ", ".join(f"{n} {status}" for status, n in counts.items())
         + f"; {left} not run"
     ]
-    done = [row for row in rows if row.get("torch_error")]
-    groups: dict[str, list[float]] = {}
-    for row in done:
-        ratio = (row["max_error"] or math.inf) / row["torch_error"]
-        names = [row["dtype"], f"d{row['head_dim']}"]
-        names += ["causal"] if row["causal"] else []
-        names += ["window"] if (row["window_left"], row["window_right"]) != (-1, -1) else []
-        names += ["softcap"] if row["softcap"] else []
-        names += ["varlen"] if row["varlen"] else []
-        for name in names:
-            groups.setdefault(name, []).append(ratio)
-    worst = (f"{name} {max(ratios):.2f} ({len(ratios)})" for name, ratios in sorted(groups.items()))
-    text += ["worst error over torch's, and cells: " + ", ".join(worst)] if groups else []
-    errors = [row["lse_error"] for row in done if row["dtype"] != "fp8" and row["lse_error"] is not None]
+    kinds: dict[str, list[float]] = {}
+    for row in rows:
+        if over_torch(row):
+            cell = by_name[row["cell"]]
+            flags = [name for name in ("causal", "local", "softcap", "varlen") if getattr(cell, name)]
+            for name in (cell.dtype, f"d{cell.head_dim}", *flags):
+                kinds.setdefault(name, []).append(over_torch(row))
+    worst = (f"{name} {max(ratios):.2f} ({len(ratios)})" for name, ratios in sorted(kinds.items()))
+    text += ["worst error over torch's, and cells: " + ", ".join(worst)] if kinds else []
+    errors = [
+        row["lse_error"]
+        for row in rows
+        if row.get("lse_error") is not None and by_name[row["cell"]].dtype != "e4m3"
+    ]
     text += [f"worst lse error in 16 bits: {max(errors):.1e}"] if errors else []
     bad = [row for row in rows if row["status"] in ("wrong", "failed")]
     text += [f"{row['status']}: {row['cell']}: {row['reason']}" for row in bad[:12]]
     skipped = Counter(row["reason"] for row in rows if row["status"] == "skipped")
     text += [f"skipped {n}: {reason}" for reason, n in skipped.items()]
     return "\n".join(line[:400] for line in text)
-
-
-def old_rows(path: Path, trees: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of a record that these sources made."""
-    if not path.exists():
-        return []
-    found = record.read(path)
-    same = all(found.meta["git"][tree] == trees[tree] for tree in record.TREES)
-    return found.rows if same else []
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -521,75 +489,106 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--seconds",
         type=float,
         default=math.inf,
-        help="stop after these, and the compilations under way (default: at the end)",
+        help="stop after these, and the cells under way (default: at the end)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of tensors, windows and order (default: 0)")
     parser.add_argument(
         "--only", type=re.compile, default=re.compile(""), help="regular expression for names of cells"
     )
     parser.add_argument("--cells", type=int, help="at most so many, at random")
+    cpus = len(os.sched_getaffinity(0))
     parser.add_argument(
-        "--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compile"
+        "--processes",
+        type=int,
+        help="that run cells (default: one for two CPUs, at most 12; 1 where no kernels run)",
     )
+    parser.add_argument("--jobs", type=int, default=cpus, help="processes that compile (default: CPUs)")
     parser.add_argument("--retry", action="store_true", help="also cells that failed or were wrong before")
     parser.add_argument("--list", action="store_true", help="print the number of cells of each kind and end")
     parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument(
         "--backend", default="sm90", help="sm90; with --device cpu reference (16 bits) or emulator"
     )
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)  # folder and number, see `run_processes`
     options = parser.parse_args(argv)
-    if options.record is None and not options.list:
+    if options.record is None and not options.list and options.child is None:
         parser.error("RECORD.json or --list is needed")
+    if options.processes is None:
+        options.processes = min(12, max(1, cpus // 2)) if options.backend == "sm90" else 1
     return options
 
 
+def choose(options: argparse.Namespace, before: dict[str, Row]) -> tuple[list[list[Cell]], dict[str, Row]]:
+    """(groups of cells to run, in a random order; rows of those that are skipped)."""
+    final = ("ok", "skipped") if options.retry else record.STATUSES
+    kept = {name for name, row in before.items() if row["status"] in final}
+    todo = [cell for cell in cells() if cell.name not in kept and options.only.search(cell.name)]
+    generator = random.Random(options.seed)
+    generator.shuffle(todo)
+    groups: dict[Group, list[Cell]] = defaultdict(list)
+    skipped = {}
+    for cell in todo[: options.cells]:
+        if cell.unsupported is None:
+            groups[cell.group].append(cell)
+        else:
+            skipped[cell.name] = {"cell": cell.name, "status": "skipped", "reason": cell.unsupported}
+    return list(groups.values()), skipped
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns 0; 1 if a cell was wrong or failed."""
+    """Run the command. Returns 0; 1 if a cell was wrong or failed, or a process did."""
     options = parse(argv)
-    todo = [cell for cell in cells() if options.only.search(cell.name)]
+    if options.child is not None:
+        run_child(Path(options.child[0]), int(options.child[1]))
     if options.list:
-        kinds = Counter((cell.dtype, "varlen" if cell.varlen else "batch") for cell in todo)
-        print("\n".join(f"{dtype} {kind}: {n}" for (dtype, kind), n in kinds.items()) + f"\nall: {len(todo)}")
+        found = [cell for cell in cells() if options.only.search(cell.name)]
+        kinds = Counter((cell.dtype, "varlen" if cell.varlen else "batch") for cell in found)
+        print(
+            "\n".join(f"{dtype} {kind}: {n}" for (dtype, kind), n in kinds.items()) + f"\nall: {len(found)}"
+        )
         return 0
-    begin = time.monotonic()
+    begin = time.time()
     meta = record.collect_meta(
         shlex.join(["python", "perf/fa3_grid.py", *(sys.argv[1:] if argv is None else argv)])
     )
-    before = old_rows(options.record, meta["git"])
-    final = ("ok", "skipped") if options.retry else record.STATUSES
-    kept = {row["cell"]: row for row in before if row["status"] in final}
-    unfinished = running_file(options.record)
-    if unfinished.exists():
-        cell = next(cell for cell in cells() if cell.name == unfinished.read_text())
-        reason = "did not end: the process was killed while it ran"
-        kept[cell.name] = about(cell, options.backend, options.seed) | {"status": "failed", "reason": reason}
-        unfinished.unlink()
-    todo = [cell for cell in todo if cell.name not in kept]
-    random.Random(options.seed).shuffle(todo)
-    todo = todo[: options.cells]
-
-    def save(rows: list[dict[str, Any]]) -> None:
-        merged = kept | {row["cell"]: row for row in rows}
-        record.write(options.record, meta, merged.values())
-
-    run = Run(todo, options)
-    end = begin + options.seconds
-    if options.backend == "sm90":
-        with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            run.loop(pool, end, save)
-            pool.shutdown(wait=False, cancel_futures=True)
-    else:
-        run.loop(None, end, save)
-    save(run.rows)
-    left = len(run.todo) + len(run.waiting)
-    print(summary(run.rows, left, len(run.kernels), time.monotonic() - begin), flush=True)
-    if kept:
-        bad = sum(row["status"] in ("wrong", "failed") for row in kept.values())
-        print(f"{len(kept)} cells were in {options.record} already, {bad} of them wrong or failed")
-    if run.lost:
-        print("the CUDA context was lost: run the command again for the rest")
-    return int(run.lost or any(row["status"] in ("wrong", "failed") for row in run.rows))
+    trees = source_trees(meta)
+    path = options.record.resolve()
+    before = read_all([cells_file(path), *process_files(path)], trees)
+    if process_files(path):  # of a run that was killed
+        save(path, meta, before, options)
+    groups, skipped = choose(options, before)
+    processes = min(options.processes, max(1, len(groups)))
+    task = Task(
+        record=str(path),
+        groups=[[cell.name for cell in group] for group in groups],
+        trees=trees,
+        device=options.device,
+        backend=options.backend,
+        seed=options.seed,
+        processes=processes,
+        jobs=max(1, options.jobs // processes),
+        end=finite(begin + options.seconds),
+        parent=os.getpid(),
+    )
+    wrong: list[str] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="fa3_grid_") as folder:
+            wrong = run_processes(task, Path(folder)) if groups else []
+    finally:
+        new = read_all(process_files(path), trees)
+        save(path, meta, before | skipped | new, options)
+    done = [*skipped.values(), *new.values()]
+    left = sum(map(len, groups)) + len(skipped) - len(done)
+    print(summary(done, left, time.time() - begin), flush=True)
+    others = [row for name, row in before.items() if name not in new]
+    if others:
+        bad = sum(row["status"] in ("wrong", "failed") for row in others)
+        print(f"{len(others)} cells were in {options.record} already, {bad} of them wrong or failed")
+    if wrong:
+        print("\n".join([*wrong, "run the command again for the rest"]))
+    return int(bool(wrong) or any(row["status"] in ("wrong", "failed") for row in done))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # children end with their parent
     sys.exit(main())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import json
 import math
+import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import flash, launch
+from cute_attn import api, flash, launch, memory
 from cute_attn.bench import record
 
 SCRIPT = Path(__file__).parents[1] / "perf" / "fa3_grid.py"
@@ -28,9 +32,20 @@ def grid() -> ModuleType:
     return module
 
 
-def run(grid: ModuleType, path: Path, only: str, *more: str) -> tuple[int, list[dict[str, Any]]]:
+@pytest.fixture(scope="module")
+def parts(grid: ModuleType) -> ModuleType:
+    return sys.modules["fa3_cells"]  # which the script has imported from its folder
+
+
+def run(grid: ModuleType, path: Path, only: str, *more: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """(status, rows by cell) of a command."""
     words = [str(path), "--device", "cpu", "--backend", "reference", "--only", only, *more]
-    return grid.main(words), record.read(path).rows
+    status = grid.main(words)
+    assert not grid.process_files(path)
+    trees = {tree: record.read(path).meta["git"][tree] for tree in record.TREES}
+    rows, begun = grid.read_cells(grid.cells_file(path), trees)
+    assert begun is None
+    return status, rows
 
 
 def test_the_grid(grid: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,42 +60,125 @@ def test_the_grid(grid: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"all: {len(found)}" in capsys.readouterr().out
 
 
-def test_sequences_of_unlike_length(grid: ModuleType) -> None:
-    import random
-
+def test_sequences_of_unlike_length(parts: ModuleType) -> None:
     for unused in (False, True):
-        cell = grid.Cell("bf16", "gqa", 64, 256, 113, 203, True, True, False, varlen=True, unused=unused)
-        x = grid.make_inputs(cell, "meta", random.Random(1))
-        assert x.q.shape == (sum(x.lengths_q), 6, 64) and x.v.shape == (sum(x.room_k), 2, 256)
-        assert len(x.lengths_q) == 9 and all(93 <= n <= 113 for n in x.lengths_q)
-        assert [i for i, n in enumerate(x.room_k) if n == 0] == [0, 5, 8]
-        assert all(n <= room for n, room in zip(x.lengths_k, x.room_k, strict=True))
-        assert (x.lengths_k != x.room_k) == unused
+        cell = parts.Cell("bf16", "gqa", 64, 256, 113, 203, True, True, False, varlen=True, unused=unused)
+        x = parts.make_inputs(cell, "meta", 1)
+        sizes = x.sizes
+        assert x.q.shape == (sum(sizes.lengths_q), 6, 64) and x.v.shape == (sum(sizes.room_k), 2, 256)
+        assert len(sizes.lengths_q) == 9 and all(93 <= n <= 113 for n in sizes.lengths_q)
+        assert [i for i, n in enumerate(sizes.room_k) if n == 0] == [0, 5, 8]
+        assert all(n <= room for n, room in zip(sizes.lengths_k, sizes.room_k, strict=True))
+        assert (sizes.lengths_k != sizes.room_k) == unused
+        bare = parts.make_inputs(cell, "meta", 1, contents=False)
+        assert bare.sizes == sizes and (bare.q.shape, bare.v.dtype) == (x.q.shape, x.v.dtype)
 
 
 def test_cells_on_the_cpu_and_again(
     grid: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "grid.json"
-    only = "^(bf16-gqa-d96|fp16-mqa-d64v256)-(1x1|113x128|64x128)(-|$)"
-    status, rows = run(grid, path, only, "--cells", "12")
-    assert status == 0 and len(rows) == 12
+    only = "^((bf16-gqa-d96|fp16-mqa-d64v256)-(1x1|64x128|128x217)(-|$)|e4m3-gqa-d96-1x1-.*varlen)"
+    status, rows = run(grid, path, only, "--cells", "24")
+    assert status == 0 and len(rows) == 24
     text = capsys.readouterr().out
-    assert "12 cells" in text and "worst error over torch's" in text
-    for row in rows:
+    assert "24 cells" in text and "worst error over torch's" in text
+    for name, row in rows.items():
         if row["status"] == "ok":
             assert row["max_error"] <= row["allowed_error"] and row["lse_error"] < 1e-5
         else:
-            assert row["status"] == "skipped" and row["varlen"]
-    first = {row["cell"]: row for row in rows}
+            assert row["status"] == "skipped" and name.startswith("e4m3") and "varlen" in name
+    assert {row["status"] for row in rows.values()} == {"ok", "skipped"}
+    first = rows
     status, rows = run(grid, path, only, "--cells", "3")  # others, which join them
-    assert status == 0 and len(rows) == 15 and all(row == first.get(row["cell"], row) for row in rows)
-    assert "3 cells" in (text := capsys.readouterr().out) and "12 cells were in" in text
-    assert not grid.running_file(path).exists()
-    running = next(c.name for c in grid.cells() if c.name not in {row["cell"] for row in rows})
-    grid.running_file(path).write_text(running)
+    assert status == 0 and len(rows) == 27 and first.items() <= rows.items()
+    assert "3 cells" in (text := capsys.readouterr().out) and "24 cells were in" in text
+    # of a run that was killed: a cell that was done, one that was not, one that was half written
+    names = [cell.name for cell in grid.cells() if cell.name not in rows][:3]
+    trees = grid.cells_file(path).read_text().splitlines()[0]
+    done = {"cell": names[0], "status": "ok", "torch_error": 0.0, "lse_error": 0.0}
+    lines = [trees, json.dumps({"begin": names[0]}), json.dumps(done), json.dumps({"begin": names[1]})]
+    grid.cells_file(path, 0).write_text("\n".join(lines) + "\n" + '{"cell": ')
     status, rows = run(grid, path, "^nothing$")
-    assert [row["cell"] for row in rows if row["status"] == "failed"] == [running]
+    assert status == 0 and len(rows) == 29 and rows[names[0]] == done
+    assert rows[names[1]]["status"] == "failed" and "did not end" in rows[names[1]]["reason"]
+    status, rows = run(grid, path, f"^{names[1]}$", "--retry")
+    assert status == 0 and len(rows) == 29 and rows[names[1]]["status"] == "ok"
+    # other sources start anew
+    grid.cells_file(path).write_text(json.dumps({"kernels": "other", "cute_attn": "other"}) + "\n" + lines[2])
+    assert run(grid, path, "^nothing$") == (0, {})
+
+
+def test_the_record_counts_cells(grid: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, path = flash.flash_attn_func, tmp_path / "grid.json"
+
+    def faulty(q: Any, *args: Any, **options: Any) -> Any:
+        out, lse = right(q, *args, **options)
+        if q.shape[1] == 239:
+            lse += 1.0
+        return out, lse
+
+    monkeypatch.setattr("cute_attn.flash_attn_func", faulty, raising=False)
+    assert run(grid, path, "^bf16-(mha|gqa)-d64-(1x1|239x1|113x203)-causal$")[0] == 1
+    assert run(grid, path, "^e4m3-mha-d64-1x1-varlen$")[0] == 0
+    mha, gqa, skipped, *faults = record.read(path).rows
+    counts = ("ok", "wrong", "failed", "skipped", "not_run")
+    for row, heads_k in ((mha, 6), (gqa, 2)):
+        assert (row["heads_k"], row["causal"], row["local"], row["varlen"]) == (heads_k, True, False, False)
+        assert [row[f"cells_{name}"] for name in counts] == [2, 1, 0, 0, 17]
+        assert row["status"] == "wrong" and "239x1" in row["reason"] and row["worst_lse_error"] > 0.1
+        assert row["worst_over_torch"] > 0 and row["worst_cell"].endswith("113x203-causal")
+    assert skipped["status"] == "skipped" and skipped["cells_skipped"] == 1
+    assert [row["cell"] for row in faults] == [f"bf16-{heads}-d64-239x1-causal" for heads in ("mha", "gqa")]
+    assert all((row["batch"], row["seqlen_q"], row["seqlen_k"]) == (9, 239, 1) for row in faults)
+
+
+def test_several_processes(grid: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    only = "^(bf16|fp16)-mqa-d96-(1x1|64x128)(-|$)"
+    status, rows = run(grid, tmp_path / "x.json", only, "--processes", "2")
+    names = {cell.name for cell in grid.cells() if grid.re.search(only, cell.name)}
+    assert status == 0 and rows.keys() == names and {row["status"] for row in rows.values()} == {"ok"}
+    assert f"{len(names)} cells" in capsys.readouterr().out
+
+
+def test_a_process_that_dies(grid: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "child.py"  # its process 0 ends as one that lost its context, 1 hangs, 2 is killed
+    script.write_text(
+        "import os, sys, time\nprocess = int(sys.argv[3])\n"
+        "if process == 0: sys.exit(3)\nif process == 1: time.sleep(100)\nos.kill(os.getpid(), 9)\n"
+    )
+    monkeypatch.setattr(grid, "__file__", str(script))
+    monkeypatch.setattr(grid, "GRACE", 1.0)
+    task = grid.Task(
+        str(tmp_path / "x.json"), [["a"]] * 3, {}, "cpu", "reference", 0, 3, 1, time.time(), os.getpid()
+    )
+    assert sorted(grid.run_processes(task, tmp_path)) == [
+        "process 0 lost its CUDA context",
+        "process 1 was killed: it did not end in time",
+        "process 2 ended with status -9",
+    ]
+    file = tmp_path / "x.json.cells.0"
+    file.write_text('{}\n{"begin": "a"}\n')
+    assert not grid.hangs(file, {})
+    os.utime(file, (0, 0))
+    assert grid.hangs(file, {})
+    file.write_text('{}\n{"begin": "a"}\n{"cell": "a"}\n')
+    os.utime(file, (0, 0))
+    assert not grid.hangs(file, {})
+
+
+def test_groups_are_taken_once_and_in_time(grid: ModuleType, tmp_path: Path) -> None:
+    names = [[cell.name] for cell in grid.cells() if grid.re.search("^bf16-mha-d64-1x1(-|$)", cell.name)]
+    task = grid.Task(
+        str(tmp_path / "x.json"), names, {}, "cpu", "reference", 0, 2, 1, time.time() + 600, os.getpid()
+    )
+    (tmp_path / "1.taken").touch()
+    grid.Run(task, tmp_path, 0).loop()
+    rows, _ = grid.read_cells(grid.cells_file(tmp_path / "x.json", 0), {})
+    assert list(rows) == [name for i, (name,) in enumerate(names) if i != 1]
+    late = dataclasses.replace(task, end=time.time() - 1)
+    grid.Run(late, tmp_path, 1).loop()
+    assert grid.read_cells(grid.cells_file(tmp_path / "x.json", 1), {}) == ({}, None)
 
 
 @pytest.mark.parametrize("fault", ["value", "nan", "lse", "empty row", "exception"])
@@ -108,7 +206,8 @@ def test_a_fault_is_found(
         return out, lse
 
     monkeypatch.setattr("cute_attn.flash_attn_func", faulty, raising=False)
-    status, (row,) = run(grid, tmp_path / "x.json", "^bf16-mha-d64-239x1-causal$")
+    status, rows = run(grid, tmp_path / "x.json", "^bf16-mha-d64-239x1-causal$")
+    (row,) = rows.values()
     assert status == 1
     assert row["status"] == ("failed" if fault == "exception" else "wrong")
     said = {
@@ -121,30 +220,83 @@ def test_a_fault_is_found(
     assert said in row["reason"] and said in capsys.readouterr().out
 
 
-def test_calls_are_planned_without_a_launch(grid: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    import random
-
-    monkeypatch.setattr(flash, "device_capability", lambda device: (9, 0))
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on the CPU count as those of a Hopper GPU."""
+    for module in (api, flash):
+        monkeypatch.setattr(module, "device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("cute_attn.problem.device_capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "_sms", lambda device: 132)
-    cell = grid.Cell("bf16", "mqa", 192, 128, 113, 203, False, True, True)
-    x = grid.make_inputs(cell, "cpu", random.Random(0))
-    with grid.recorded_kernels() as asked:
-        grid.call(cell, x, "sm90")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_calls_are_planned_without_a_launch(parts: ModuleType) -> None:
+    cell = parts.Cell("bf16", "mqa", 192, 128, 113, 203, False, True, True)
+    x = parts.make_inputs(cell, "cpu", 0, contents=False)
+    with parts.recorded_kernels() as asked:
+        parts.call(cell, x, "sm90")
     (config,) = asked
     assert (config.head_dim, config.head_dim_v, config.softcap, config.pack_gqa) == (192, 128, True, 1)
     assert launch.compile_kernel.__module__ == "cute_attn.compile"
 
 
-def test_poison(grid: ModuleType) -> None:
-    with grid.Poison():
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("kind", ["batch", "varlen", "e4m3"])
+def test_planned_calls_are_forgotten(parts: ModuleType, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = "e4m3" if kind == "e4m3" else "fp16"
+    cell = parts.Cell(dtype, "gqa", 64, 64, 113, 203, True, False, False, varlen=kind == "varlen")
+    x = parts.make_inputs(cell, "cpu", 0)
+    launched: list[Any] = []
+    monkeypatch.setattr(launch, "compile_kernel", lambda config: lambda *args: launched.append(config))
+    with parts.recorded_kernels() as asked:
+        parts.call(cell, x, "sm90")
+    assert asked and not launched
+    parts.call(cell, x, "sm90")
+    assert launched == asked
+
+
+def test_poison(parts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def new(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype).as_strided(shape, strides)
+
+    monkeypatch.setattr(memory, "_empty_strided_cuda", new)
+    monkeypatch.setattr(memory, "current_device", lambda: 0)
+    make = memory.new_empty((3, 2), torch.float16, torch.device("cuda", 0))
+    with parts.poisoned():
         assert bool(torch.empty(3, 2, dtype=torch.bfloat16).isnan().all())
         assert torch.empty(0).numel() == 0
+        assert bool(make().isnan().all())
+    assert memory._empty_strided_cuda is new and bool((make() == 0).all())
 
 
-def test_e4m3_probabilities(grid: ModuleType) -> None:
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("local", [False, True])
+def test_the_reference(parts: ModuleType, causal: bool, local: bool) -> None:
+    """That of the grid, of all sequences at once, is that of the package, of each."""
+    cell = parts.Cell("bf16", "gqa", 64, 96, 40, 70, causal, local, True, varlen=True, unused=True)
+    x = parts.make_inputs(cell, "cpu", 3)
+    sizes = x.sizes
+    q = parts.padded(x.q, sizes.lengths_q)
+    k, v = (parts.padded(y, sizes.room_k) for y in (x.k, x.v))
+    hidden = parts.hidden_keys(cell, sizes, q.device)
+    options: dict[str, Any] = {"softmax_scale": 0.125, "softcap": 15.0, "dtype": torch.float64}
+    out, lse = parts.attention(q, k, v, hidden, **options)
+    left, right = sizes.window
+    options["window"] = (left, 0) if causal else (left, right)
+    for i, (n, m) in enumerate(zip(sizes.lengths_q, sizes.lengths_k, strict=True)):
+        expected, expected_lse = flash.reference(
+            q[i : i + 1, :n], k[i : i + 1, :m], v[i : i + 1, :m], **options
+        )
+        torch.testing.assert_close(out[i, :n], expected[0])
+        torch.testing.assert_close(lse[i, :n].T, expected_lse[0])
+
+
+def test_e4m3_probabilities(parts: ModuleType) -> None:
     q, k, v = torch.randn(3, 1, 20, 2, 64)
-    options = {"softmax_scale": 0.125, "window": (-1, 0), "softcap": 0.0}
-    exact, _ = flash.reference(q, k, v, **options)
-    rough = grid.in_e4m3(q, k, v, options)
+    cell = parts.Cell("e4m3", "mha", 64, 64, 20, 20, True, False, False)
+    hidden = parts.hidden_keys(cell, parts.Sizes((-1, -1), [20], [20], [20]), q.device)
+    options: dict[str, Any] = {"softmax_scale": 0.125, "softcap": 0.0, "dtype": torch.float32}
+    exact, _ = parts.attention(q, k, v, hidden, **options)
+    rough, _ = parts.attention(q, k, v, hidden, **options, p_dtype=torch.float8_e4m3fn)
     error = ((rough - exact).square().mean() / exact.square().mean()).sqrt().item()
     assert 0.005 < error < 0.05
