@@ -36,22 +36,27 @@ from cute_attn.kernels.config import (
     REGISTERS_PER_SM,
     SM80_ARCHS,
     SMEM_LIMIT,
+    SMEM_RESERVED,
     AppendConfig,
     DecodeConfig,
     UnpackConfig,
 )
 
-_RESERVED: Final = 1024  # bytes of shared memory that the system takes for each CTA
 MOST_STAGES: Final = 8
 LEAST_STAGES: Final = 3  # two in flight while one is computed on
 LEAST_TILES: Final = 2  # of a CTA: a shorter share costs more in the combining kernel than it saves
 EVEN: Final = 15 / 16  # of the SMs, or of what they hold, that even shares leave busy at least
 LIGHT_CODES: Final = 256  # bytes of a key and its value from which one CTA on an SM is enough
 SHORT: Final = 8  # tiles of a CTA up to which one CTA on an SM is enough for every kernel
+NARROW: Final = 64  # head_dim of 16 bits up to which rows are narrow
+SHORT_TILES: Final = 16  # of a unit of narrow rows of 16 bits up to which an SM has two of its shares
 # Up to which a unit's CTAs are its own: beyond, lengths that differ are better shared out
 OWN_KEYS: Final = 2048
 WIDE_TILES: Final = 8  # of a CTA of eight warps from which it is taken for other than narrow codes
-LONG_TILES: Final = 32  # of a CTA from which two steps of the widest rows are enough of a ring
+UNITS: Final = 4  # of narrow rows of 16 bits that an SM takes at a time, where there are as many
+# Of a CTA, from which two steps of the widest rows are enough of a ring; of a CTA and a unit, from which codes in pages
+# want eight warps
+LONG_TILES: Final = 32
 PAIRED_KEYS: Final = 4096  # for an SM, of all heads, from which two heads are taken as one
 LINE: Final = 128  # bytes of a line of L2, which a copy of a part of it loads whole
 
@@ -143,7 +148,7 @@ def decode_config(
 
 def _deepest(config: DecodeConfig, warps: int, ctas: int, least: int = LEAST_STAGES) -> DecodeConfig | None:
     """`config` with CTAs of `warps` and the deepest ring of which an SM holds `ctas`; None below `least` stages."""
-    limit = min(SM80_ARCHS[config.arch].smem_bytes // ctas - _RESERVED, SMEM_LIMIT)
+    limit = min(SM80_ARCHS[config.arch].smem_bytes // ctas - SMEM_RESERVED, SMEM_LIMIT)
     for stages in range(MOST_STAGES, least - 1, -1):
         found = dataclasses.replace(config, warps=warps, stages=stages)
         if found.smem_bytes <= limit:
@@ -154,7 +159,7 @@ def _deepest(config: DecodeConfig, warps: int, ctas: int, least: int = LEAST_STA
 def ctas_per_sm(config: DecodeConfig) -> int:
     """CTAs that an SM holds, if each thread has all registers that it can have."""
     by_registers = REGISTERS_PER_SM // (256 * config.threads)
-    return max(1, min(by_registers, SM80_ARCHS[config.arch].smem_bytes // (config.smem_bytes + _RESERVED)))
+    return max(1, min(by_registers, config.ctas_by_smem))
 
 
 def _narrow(config: DecodeConfig) -> bool:
@@ -165,6 +170,15 @@ def _narrow(config: DecodeConfig) -> bool:
 def whole_units(config: DecodeConfig) -> DecodeConfig:
     """The kernel of which each CTA has a unit, in place of `config`."""
     return dataclasses.replace(config, whole=True)
+
+
+def four_units(config: DecodeConfig) -> DecodeConfig | None:
+    """That of which an SM holds `UNITS` CTAs with a unit each, in place of `config`; None where registers or shared
+    memory have no room for them."""
+    if config.fp8 or max(config.head_dim, config.head_dim_v) > NARROW or not config.lean:
+        return None
+    found = _deepest(config, 4, UNITS)
+    return found and whole_units(found)
 
 
 def fixed(config: DecodeConfig) -> DecodeConfig | None:
@@ -183,8 +197,10 @@ def wide(config: DecodeConfig) -> DecodeConfig | None:
 
     It is of eight warps, one CTA on an SM: as many as two CTAs of four, and half as many parts to add up. Rows of which
     shared memory does not hold so many have a ring of two steps: memory is faster with fewer of their bytes on the way.
+    Codes in pages have such a kernel, too; rows of 16 bits in pages would gain nothing.
     """
-    if config.arch != "sm_90a" or not config.lean:
+    paged_codes = config.fp8 and config.paging == "block" and config.m_tiles == 1
+    if config.arch != "sm_90a" or not (config.lean or paged_codes):
         return None
     return _deepest(config, 8, 1) or dataclasses.replace(config, stages=2)
 
@@ -209,6 +225,7 @@ def kernels(config: DecodeConfig, rows: int) -> list[DecodeConfig]:
             for each in (base, wide(base)):
                 if each is not None:
                     found += [each, fixed(each), whole_units(each) if _of_units(each) else None]
+            found.append(four_units(base) if _of_units(base) else None)
     return [each for each in found if each is not None]
 
 
@@ -228,7 +245,8 @@ def even_splits(config: DecodeConfig, units: int, tiles: int, sms: int) -> int:
     An SM has one CTA where that keeps it busy, as it does for up to 16 rows of queries where rows lie one behind
     another and are of 16 bits, or of codes of 256 bytes for a key and its value. Narrow codes want more instructions a
     byte, as do pairs of them with more than 8 rows, pages are looked up, and more rows take more products: there memory
-    waits for a lone CTA, which counts where it has many tiles, and an SM has as many as it holds.
+    waits for a lone CTA, which counts where it has many tiles, and an SM has as many as it holds. So it has of narrow
+    rows of 16 bits where units of few tiles are shared at all.
     """
     light = config.cache == "16bit" or config.k_columns + config.v_columns >= LIGHT_CODES
     light = (
@@ -238,7 +256,11 @@ def even_splits(config: DecodeConfig, units: int, tiles: int, sms: int) -> int:
         and not (config.heads == 2 and config.rows == 16)
     )
     lone = light or units * tiles <= SHORT * sms
-    most = sms if lone else sms * ctas_per_sm(config)
+    both = sms * ctas_per_sm(config)
+    most = sms if lone else both
+    narrow = light and not config.fp8 and max(config.head_dim, config.head_dim_v) <= NARROW
+    if narrow and units <= sms // 2 and tiles <= SHORT_TILES:
+        most = both
     splits = most // units
     if config.arch != "sm_90a" or units * splits < EVEN * most:
         return 0
@@ -294,10 +316,11 @@ def chosen(
     """The kernel and how to share out its work; arguments as those of `shares`.
 
     A CTA for each unit of a cache without pages where sequences are short or of one length and the last round of CTAs
-    over the SMs is nearly full. CTAs of eight warps for long shares of units of one length; for narrow codes where they
-    are sure to begin and end with units, or have few tiles: where sequences of unlike length are shared out evenly,
-    theirs begin within units, and each that does costs eight warps a start. All of it hangs on shapes alone: a graph
-    may be replayed with other lengths.
+    over the SMs is nearly full; on an SM four of them where rows are narrow and there are as many. CTAs of eight warps
+    for long shares of units of one length, and of long units of codes in pages; for narrow codes without pages where
+    they are sure to begin and end with units, or have few tiles: where sequences of unlike length are shared out
+    evenly, theirs begin within units, and each that does costs eight warps a start. All of it hangs on shapes alone: a
+    graph may be replayed with other lengths.
     """
     if num_splits:
         return config, shares(config, batch, heads_k, rows, capacity, num_splits, sms, seen)
@@ -307,14 +330,20 @@ def chosen(
         config, heads_k, rows = both, heads_k // 2, 2 * rows
     units = batch * heads_k * -(-rows // config.rows)
     alike = batch == 1 or seen is not None
-    if (keys <= OWN_KEYS or alike) and _of_units(config) and _rounds_are_full(config, units, sms):
-        return whole_units(config), Shares(units, 1, 1, 0)
+    if (keys <= OWN_KEYS or alike) and _of_units(config):
+        four = four_units(config)
+        if four is not None and _rounds_are_full(units, UNITS * sms):
+            return four, Shares(units, 1, 1, 0)
+        if _rounds_are_full(units, ctas_per_sm(config) * sms):
+            return whole_units(config), Shares(units, 1, 1, 0)
     other = wide(config)
     if other is not None:
         of_unit = -(-keys // other.tile_keys)
         tiles = units * of_unit
         if other.warps == config.warps:
             taken = tiles >= LONG_TILES * sms
+        elif config.paging == "block":
+            taken = tiles >= LONG_TILES * sms and of_unit >= LONG_TILES
         elif _narrow(config):
             taken = alike or tiles <= SHORT * sms
         else:
@@ -329,9 +358,8 @@ def chosen(
     return config, plan
 
 
-def _rounds_are_full(config: DecodeConfig, units: int, sms: int) -> bool:
-    """Whether a CTA for each unit leaves few places on the SMs empty in the last round."""
-    held = sms * ctas_per_sm(config)
+def _rounds_are_full(units: int, held: int) -> bool:
+    """Whether a CTA for each unit leaves few of `held` places on the SMs empty in the last round."""
     return units >= EVEN * -(-units // held) * held
 
 
@@ -367,6 +395,9 @@ def all_decode_configs() -> list[DecodeConfig | AppendConfig | UnpackConfig]:
         decode_config(64, 64, "bf16", rows=4, row_ends=True, alibi=True, softcap=True, **token), 4
     )
     attend += kernels(decode_config(64, 64, "bf16", rows=1, **token), 1)
+    attend += kernels(decode_config(64, 64, "bf16", rows=16, **everything), 16)
+    attend += kernels(decode_config(128, 128, "bf16", rows=8, page_size=64, **token), 8)
+    attend += kernels(decode_config(256, 256, "bf16", rows=8, page_size=16, **token, **everything), 8)
     append = [
         AppendConfig(128, 128, "bf16", paged=True),
         AppendConfig(40, 72, "fp16", batch_idx=True, rotary="interleaved", queries=True),

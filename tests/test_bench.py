@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -787,7 +788,29 @@ def test_decode_kernels_are_those_of_the_calls(
         q, k, v = cases.make_inputs(case, torch.bfloat16, "cpu")
         names = [config.name for config in decode.kernels([case], [dtype])]
         assert decode.prepare(contender, case, q, k, v).kernel in names
-        assert len(names) == (1 if page_size else 12 if dtype == "fp8" and case.head_dim == 64 else 6)
+        if page_size:
+            assert len(names) == (2 if dtype == "fp8" else 1)
+        else:
+            assert len(names) == {("fp8", 64): 12, ("bf16", 64): 7}.get((dtype, case.head_dim), 6)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_full_caches_have_no_lengths(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+    given: list[Any] = []
+
+    def name(*tensors: Any, cache_seqlens: Any, **options: Any) -> str:
+        given.append(cache_seqlens)
+        return "kernel"
+
+    monkeypatch.setattr("cute_attn.decode_kernel", name)
+    fake = types.SimpleNamespace(flash_attn_with_kvcache=lambda *tensors, **options: options["cache_seqlens"])
+    monkeypatch.setattr(peers, "need", lambda name: fake)
+    (case,) = decode.cells(seqlens=[64], head_dims=[64], batch=2, heads=4, full=full)
+    assert case.fields.get("full_caches", False) == full
+    tensors = cases.make_inputs(case, torch.bfloat16, "cpu")
+    peers.prepare(peers.Contender("cute_attn", "bf16", "decode"), case, *tensors)
+    given.append(peers.prepare(peers.Contender("fa3", "bf16", "decode"), case, *tensors).launch())
+    assert [x is None or x.tolist() for x in given] == [full or [64, 64]] * 2
 
 
 def test_decode_report(

@@ -601,6 +601,10 @@ def test_ctas_where_shares_are_even(
         (64, 128, 8, 1024, {"softcap": True}, 4, 512),
         (64, 128, 33, 1024, {"softcap": True}, 4, 4224),
         (128, 128, 8, 1024, {"page_size": 64}, 4, 0),
+        (128, 16, 8, 8192, {"page_size": 64}, 8, 0),  # long units in pages
+        (128, 16, 8, 8192, {"page_size": 1}, 4, 0),
+        (128, 16, 8, 8192, {"page_size": 64, "rows": 32}, 4, 0),
+        (128, 16, 8, 8192, {"page_size": 64, "cache": "16bit", "scales": "none"}, 4, 0),
         (128, 128, 8, 1024, {"arch": "sm_89"}, 4, 0),
         (128, 128, 8, 1024, {"cache": "16bit", "scales": "none"}, 4, 1024),
         (128, 128, 8, 2049, {"cache": "16bit", "scales": "none"}, 4, (0, 1024)),
@@ -662,7 +666,8 @@ def test_kernels_of_four_and_of_eight_warps() -> None:
         ({"rows": 1}, [4, 4, 4, 8, 8, 8] * 2),
         ({"rows": 16, "softcap": True}, [4, 4, 4, 8, 8, 8]),
         ({"rows": 32}, [4, 4]),
-        ({"page_size": 16}, [4]),
+        ({"page_size": 16}, [4, 8]),
+        ({"page_size": 1}, [4]),
         ({"arch": "sm_89"}, [4]),
     ):
         config = decode_plan.decode_config(64, 64, "bf16", **{**OF_CODES, **form})
@@ -674,6 +679,38 @@ def test_kernels_of_four_and_of_eight_warps() -> None:
     assert decode_plan.shares(wide, 16, 8, 8, 8192, 0, 132) == Shares(128, 0, 2, 256, 2)
     widest = decode_plan.decode_config(256, 256, "bf16", rows=8)
     assert [kernel.stages for kernel in decode_plan.kernels(widest, 8)] == [3, 3, 3, 2, 2, 2]
+
+
+def test_four_whole_units_of_narrow_rows_on_an_sm() -> None:
+    """Where there are as many; else the ring is as deep as for two."""
+    config = decode_plan.decode_config(64, 64, "bf16", rows=8)
+    for batch, heads_k, keys, stages, warps in (
+        (128, 8, 1024, 3, 4),
+        (16, 32, 1024, 3, 4),  # 512 of 528 places
+        (32, 8, 1024, 7, 4),  # 256 of 264
+        (16, 8, 1024, 7, 4),
+        (128, 8, 4096, 7, 4),  # long: not whole
+    ):
+        kernel, plan = decode_plan.chosen(config, batch, heads_k, 8, keys, 0, 132)
+        assert (kernel.stages, kernel.warps) == (stages, warps)
+        assert kernel.whole == (keys <= decode_plan.OWN_KEYS) == (plan.ctas == batch * heads_k)
+        assert kernel in decode_plan.kernels(config, 8)
+    assert decode_plan.four_units(config).ctas_by_smem == 4
+    for dim, form in ((128, {}), (64, OF_CODES), (64, {"page_size": 16}), (48, {})):
+        assert decode_plan.four_units(decode_plan.decode_config(dim, dim, "bf16", rows=8, **form)) is None
+
+
+def test_two_short_shares_of_narrow_rows_on_an_sm() -> None:
+    for dim, form, heads_k, tiles, splits in (
+        (64, {}, 32, 16, 8),  # of 1,024 keys: two tiles a share
+        (64, {}, 32, 17, 4),
+        (64, {}, 66, 16, 4),
+        (64, {}, 128, 16, 1),  # alone each fills an SM
+        (128, {}, 32, 16, 4),
+        (64, {"page_size": 16}, 32, 16, 4),
+    ):
+        config = decode_plan.decode_config(dim, dim, "bf16", rows=1, **form)
+        assert decode_plan.even_splits(config, heads_k, tiles, 132) == splits
 
 
 def test_even_shares_are_even() -> None:

@@ -157,6 +157,8 @@ def build_parser() -> argparse.ArgumentParser:
     count(shapes, "--heads-k", "heads of K and V (default: as many as Q has)")
     text = "in phase decode: slots of a page of the cache (default: contiguous caches)"
     option(shapes, "--page-size", text, type=_sizes, metavar="N,...")
+    text = "in phase decode: no lengths are given, as caches are full, which torch's SDPA takes them to be"
+    option(shapes, "--full-caches", text, action="store_true")
 
     count(run, "--rounds", f"timed rounds (default {ROUNDS})")
     count(run, "--world", "with --phase ring: processes that torchrun has started")
@@ -329,6 +331,7 @@ class Run:
             heads=options.heads,
             heads_k=options.heads_k,
             page_sizes=options.page_size or (None,),
+            full=options.full_caches,
         )
 
     def compile_decode(self, contenders: Sequence[Any]) -> None:

@@ -51,6 +51,7 @@ class Case:
     window: tuple[int, int] = NO_WINDOW  # (left, right), -1 for no end; right 0 with a causal mask
     lengths: tuple[int, ...] = ()
     page_size: int | None = None  # slots of a page, where K and V are in a paged cache
+    full: bool = False  # in phase decode: nobody is given lengths, as caches are full
 
     @property
     def flops(self) -> float:
@@ -104,6 +105,8 @@ class Case:
             fields |= {"tokens": sum(self.lengths)}
         if self.page_size is not None:
             fields |= {"page_size": self.page_size}
+        if self.full:
+            fields |= {"full_caches": True}
         return fields
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from cute_attn.bench.report import Grid, Row, case_key, geometric_mean, label
 
 META: Final = ("gpu", "driver", "cuda", "torch", "cutlass_dsl", "python", "date", "command")
 # What tells rows of one phase and case apart, beside provider, dtype and recipe.
-_MORE_KEYS: Final = ("input", "v_mean", "backend", "task", "layer", "call")
+_MORE_KEYS: Final = ("input", "v_mean", "backend", "task", "layer", "call", "full_caches")
 _KINDS: Final = {"ms": "time", "rel_rmse": "relative RMSE", "kl": "KL", "peak_bytes": "peak memory"}
 
 

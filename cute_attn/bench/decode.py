@@ -25,7 +25,7 @@ TOKENS: Final = 1 << 20  # of all sequences of a cell at most
 SEQLENS: Final = (1024, 8192, 131072)
 BATCHES: Final = (1, 16, 128)
 HEADS: Final = (cases.CACHE_HEADS, (32, 32))  # of Q, of K and V
-CACHE_BYTES: Final = 256 << 20  # that a pass over the caches reads at least
+CACHE_BYTES: Final = 1 << 30  # that a pass over the caches reads at least: twenty times the L2 cache
 COPY_BYTES: Final = 1 << 30  # of the copy: read, and as many written
 FLASHINFER_WORKSPACE: Final = 128 << 20  # bytes, as its documentation says
 
@@ -39,6 +39,7 @@ def cells(
     heads: int | None = None,
     heads_k: int | None = None,
     page_sizes: Sequence[int | None] = (None,),
+    full: bool = False,
 ) -> list[Case]:
     """One query for each of `BATCHES` sequences of `seqlens` keys, as far as these are at most `tokens` in all.
 
@@ -46,6 +47,8 @@ def cells(
         batch: instead of `BATCHES`, whatever `tokens` is.
         heads, heads_k: as those of `cases.cache_heads`; where neither is given, each of `HEADS`.
         page_sizes: slots of a page, None for contiguous caches.
+        full: nobody is given lengths. Without it all that take them get them in a tensor, as serving has them; torch's
+            SDPA, which takes none, then knows more than the others.
 
     Raises:
         ValueError: heads_k does not divide heads, a page_size does not divide a seqlen, or there is no cell.
@@ -53,7 +56,7 @@ def cells(
     pairs = HEADS if heads is None and heads_k is None else (cases.cache_heads(heads, heads_k),)
     batches = BATCHES if batch is None else (batch,)
     found = [
-        Case(count, 1, seqlen, *pair, head_dim, False, page_size=pages)
+        Case(count, 1, seqlen, *pair, head_dim, False, page_size=pages, full=full)
         for head_dim in head_dims
         for pair in pairs
         for pages in page_sizes
@@ -139,7 +142,9 @@ def _of_library(contender: peers.Contender) -> Callable[..., _Attend]:
     return named.get(contender.provider, _sdpa)
 
 
-def _lengths(case: Case, q: Tensor) -> Tensor:
+def _lengths(case: Case, q: Tensor) -> Tensor | None:
+    if case.full:
+        return None
     return torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=q.device)
 
 

@@ -7,7 +7,7 @@ and is what `cute_attn.explain`, the benchmark and the compile cache show.
 from __future__ import annotations
 
 from .backward import Bwd16Config
-from .caches import DECODE_KEYS, E4M3_ARCHS, AppendConfig, DecodeConfig, UnpackConfig
+from .caches import DECODE_KEYS, E4M3_ARCHS, SMEM_RESERVED, AppendConfig, DecodeConfig, UnpackConfig
 from .common import (
     CODE_BIAS,
     CODE_LSE_BIAS,
@@ -99,6 +99,7 @@ __all__ = [
     "SMALLEST_AMAX",
     "SMALLEST_FACTOR",
     "SMEM_LIMIT",
+    "SMEM_RESERVED",
     "SUM_ROWS",
     "UNSET_SHIFT",
     "V_KEY_PERMUTATION",

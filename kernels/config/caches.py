@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .common import SMEM_LIMIT, dims_name
+from .common import SM80_ARCHS, SMEM_LIMIT, dims_name
 
 E4M3_ARCHS = ("sm_89", "sm_90a", "sm_120")  # with conversions from and to e4m3
 _DECODE_EXTRAS = ("softcap", "alibi", "sinks", "batch_idx", "leftpad")
 # Keys of a warp's step: the depth of one m16n8k16 product P V, and what whole pages are made of
 DECODE_KEYS = 16
+SMEM_RESERVED = 1024  # bytes of shared memory that the system takes for each CTA
 
 
 def turned_pieces(chunks: int) -> int:
@@ -191,6 +192,11 @@ class DecodeConfig:
         """Dynamic shared memory of a CTA: its warps', and Q, or 16 bytes into which an odd row's last load reaches."""
         q = 16 * self.m_tiles * 2 * (16 * self.k_steps) if self.q_in_smem else 16
         return self.warps * self.warp_bytes + q
+
+    @property
+    def ctas_by_smem(self) -> int:
+        """CTAs for which an SM has shared memory."""
+        return SM80_ARCHS[self.arch].smem_bytes // (self.smem_bytes + SMEM_RESERVED)
 
     @property
     def name(self) -> str:

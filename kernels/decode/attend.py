@@ -127,9 +127,11 @@ class Decode:
         by = divisors_of(q.shape[1], q.shape[2], heads_k, shares, cfg.rows)
         lengths = Lengths(seqlens, leftpad, q.shape[0], seqlen_new, capacity, q.shape[1], left)
         factor = Float32(1.0) if cfg.adjusted else softmax_scale_log2
-        # The assembler takes registers as for two CTAs on an SM: chosen by compiling, not timed. Left to itself it
-        # has 78 for 124 at head_dim 64 and makes up to 7% more instructions; as for four, head_dims 96 to 256 spill.
-        least_ctas = 2 if const_expr(cfg.whole and cfg.warps == 4 and not cfg.fp8) else 0
+        # The assembler takes registers as for the CTAs on an SM, at least two: chosen by compiling, not timed. Left to
+        # itself it has 78 for 124 at head_dim 64 and makes up to 7% more instructions.
+        least_ctas = (
+            max(2, cfg.ctas_by_smem) if const_expr(cfg.whole and cfg.warps == 4 and not cfg.fp8) else 0
+        )
         # The carveout, per cent: an SM shall hold as many CTAs as decode_plan.py counts.
         self.kernel(
             q,

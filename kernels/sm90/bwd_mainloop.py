@@ -51,11 +51,6 @@ from .operands import ELEMENTS, opaque_zero
 from .policy_16bit import bf16_pair, fp16_pair
 
 LOG2_E = math.log2(math.e)
-import os
-
-OPEN_TURNS = int(
-    os.environ.get("HX") or "1"
-)  # reductions of dQ that a sender has under way beside the one whose turn it ends
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
@@ -397,10 +392,9 @@ class BwdMainloop:
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def end_part(self, turn, younger: cutlass.Constexpr):
-        """Deterministic: let the next key tile add to a part whose reduction this thread has started, and since then
-        `younger` others."""
-        cute.arch.cp_async_bulk_wait_group(younger)  # its adds are done, not only read
+    def end_part(self, turn):
+        """Deterministic: let the next key tile add to the part whose reduction this thread started last."""
+        cute.arch.cp_async_bulk_wait_group(0)  # its adds are done, not only read
         cute.arch.fence_proxy("async")  # before the count that lets the next tile add
         end_turn(turn)
 
@@ -417,16 +411,15 @@ class BwdMainloop:
         waits for each reduction to have read shared memory, also for the last one, as the CTA's memory must outlive it.
         The consumers go over the same tiles, so that every arrival is waited for once.
 
-        Deterministic: the turn of a tile is awaited while the consumers make its part, and ends a step later, when its
-        adds are done: they take longer than a step's products leave time for."""
+        Deterministic: a turn ends, and the next is awaited, while the consumers make the next part."""
         lane = cute.arch.lane_idx()
         for m in cutlass.range(blocks[0], blocks[3], unroll=1):
             # the warp arrives, the consumers wait: what was read before, at first nothing, may be written over
             cute.arch.barrier_arrive(barrier_id=BwdBarrier.DQ_FREE + part, number_of_threads=160)
             if const_expr(self.cfg.deterministic):
                 if lane == 0:
-                    if m > blocks[0] + OPEN_TURNS:
-                        self.end_part(self.turn(m - 1 - OPEN_TURNS, place, g_turns, part), OPEN_TURNS)
+                    if m > blocks[0]:
+                        self.end_part(self.turn(m - 1, place, g_turns, part))
                     await_turn(self.turn(m, place, g_turns, part))
                     cute.arch.fence_proxy("async")  # the adds of the turn before, then those of this one
                 cute.arch.sync_warp()  # the warp: its first lane has seen the turn
@@ -434,15 +427,11 @@ class BwdMainloop:
             cute.arch.barrier(barrier_id=BwdBarrier.DQ_WRITTEN + part, number_of_threads=160)
             if lane == 0:
                 self.reduce_part(s_dq, g_dq[m, None].iterator.toint(), part)
-            cute.arch.cp_async_bulk_wait_group(
-                0, read=True
-            )  # the first thread: its reduction has read the part
+            # the first thread: its reduction has read the part
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(self.cfg.deterministic):
-            if lane == 0:
-                for younger in cutlass.range_constexpr(OPEN_TURNS, -1, -1):
-                    last = blocks[3] - 1 - younger
-                    if last >= blocks[0]:
-                        self.end_part(self.turn(last, place, g_turns, part), younger)
+            if blocks[0] < blocks[3] and lane == 0:
+                self.end_part(self.turn(blocks[3] - 1, place, g_turns, part))
 
     @cute.jit
     def release(self, pipe, state):
