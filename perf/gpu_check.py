@@ -1,6 +1,8 @@
 """The GPU tests and compute-sanitizer, in one bounded run on a Hopper GPU.
 
     python perf/gpu_check.py FOLDER       everything; logs, a summary and the record gpu_tests.json go to FOLDER
+    python perf/gpu_check.py FOLDER --files test_decode_gpu,test_flash_bwd_gpu --parts 16-bit,cache
+                                          what a change concerns: these files, sanitizers of these parts
     python perf/gpu_check.py --small PART the small launches that the sanitizers watch, once: of the part "8-bit",
                                           "16-bit" or "cache"
 
@@ -266,7 +268,7 @@ def rows_of_log(log: str) -> list[dict[str, object]]:
     ]
 
 
-def write_record(folder: Path, results: list[str]) -> None:
+def write_record(folder: Path, results: list[str], command: str) -> None:
     """One row for each test and each sanitizer, from the JUnit report and `results`."""
     from cute_attn.bench.record import collect_meta
 
@@ -287,19 +289,20 @@ def write_record(folder: Path, results: list[str]) -> None:
         rows += rows_of_log((folder / "pytest.log").read_text(errors="replace"))
     for result in results[1:]:
         name, _, outcome = result.partition(": ")
+        tool, _, part = name.partition("_")  # no part where there is no sanitizer
         log = folder / f"{name}.log"
         found = re.findall(
             r"(?:ERROR|RACECHECK) SUMMARY: .*", log.read_text(errors="replace") if log.exists() else ""
         )
         rows.append(
             {
-                "tool": f"compute-sanitizer {name.partition('_')[0]}",
-                "name": (SMALL_PARTS[name.partition("_")[2]].__doc__ or "").strip(),
+                "tool": f"compute-sanitizer {tool}",
+                "name": (SMALL_PARTS[part].__doc__ or "").strip() if part else tool,
                 "outcome": outcome.partition(",")[0],
                 "message": found[-1] if found else None,
             }
         )
-    record = {"meta": collect_meta("python perf/gpu_check.py FOLDER"), "rows": rows}
+    record = {"meta": collect_meta(command), "rows": rows}
     (folder / "gpu_tests.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -309,6 +312,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument(
+        "--files", help="names of test files, comma-separated (default: all that have GPU tests)"
+    )
+    parser.add_argument(
+        "--parts",
+        default=",".join(SMALL_PARTS),
+        help="of the sanitizers, comma-separated (default: %(default)s)",
+    )
     parser.add_argument("--small", choices=SMALL_PARTS, help="only these small launches, in this process")
     args = parser.parse_args()
     if args.small:
@@ -316,11 +327,24 @@ def main() -> int:
         return 0
     if args.folder is None:
         parser.error("FOLDER or --small is needed")
+    parts = args.parts.split(",")
+    if not set(parts) <= SMALL_PARTS.keys():
+        parser.error(f"argument --parts: expected some of {', '.join(SMALL_PARTS)}, got {args.parts}")
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
 
     results: list[str] = []
     paths = [path for path in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in path.read_text()]
+    command = "python perf/gpu_check.py FOLDER"
+    if args.files:
+        names = args.files.split(",")
+        unknown = set(names) - {path.stem for path in paths}
+        if unknown:
+            parser.error(f"argument --files: no GPU tests in {', '.join(sorted(unknown))}")
+        paths = [path for path in paths if path.stem in names]
+        command += f" --files {args.files}"
+    if parts != list(SMALL_PARTS):
+        command += f" --parts {args.parts}"
     tests = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *map(str, paths), "--durations=25"]
     tests += ["--tb=short", "--continue-on-collection-errors", f"--junitxml={folder / 'junit.xml'}"]
     # A test that hangs costs its worker.
@@ -332,12 +356,12 @@ def main() -> int:
     checks = []
     if Path(sanitizer).exists():
         # Beside the tests: both wait for the compiler most of the time.
-        command = [sanitizer, "--target-processes", "all", "--error-exitcode", "1"]
+        watched = [sanitizer, "--target-processes", "all", "--error-exitcode", "1"]
         for tool in TOOLS:
-            for part in SMALL_PARTS:
+            for part in parts:
                 # The CUDA bindings ask whether the driver has functions of later releases: errors of the API, expected.
                 quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
-                small = [*command, "--tool", tool, *quiet, sys.executable, __file__, "--small", part]
+                small = [*watched, "--tool", tool, *quiet, sys.executable, __file__, "--small", part]
                 checks.append(start(f"{tool}_{part}", small, folder, LIMITS["sanitizer"]))
     else:
         results += [f"{tool}: failed, compute-sanitizer is not installed" for tool in TOOLS]
@@ -353,7 +377,7 @@ def main() -> int:
         log = folder / f"{result.partition(':')[0]}.log"
         text += [result, *(f"    {line}" for line in (summary_of(log) if log.exists() else []))]
     (folder / "summary.txt").write_text("\n".join(text) + "\n")
-    write_record(folder, results)
+    write_record(folder, results, command)
     print("\n".join(text), flush=True)
     return 0 if all(": passed" in result for result in results) else 1
 
