@@ -167,6 +167,11 @@ def _narrow(config: DecodeConfig) -> bool:
     return config.fp8 and config.k_columns + config.v_columns < LIGHT_CODES
 
 
+def _narrow_rows(config: DecodeConfig) -> bool:
+    """Whether rows of 16 bits are narrow: an SM then takes more of their units, and shares of short ones."""
+    return not config.fp8 and max(config.head_dim, config.head_dim_v) <= NARROW
+
+
 def whole_units(config: DecodeConfig) -> DecodeConfig:
     """The kernel of which each CTA has a unit, in place of `config`."""
     return dataclasses.replace(config, whole=True)
@@ -175,7 +180,7 @@ def whole_units(config: DecodeConfig) -> DecodeConfig:
 def four_units(config: DecodeConfig) -> DecodeConfig | None:
     """That of which an SM holds `UNITS` CTAs with a unit each, in place of `config`; None where registers or shared
     memory have no room for them."""
-    if config.fp8 or max(config.head_dim, config.head_dim_v) > NARROW or not config.lean:
+    if config.arch != "sm_90a" or not (_narrow_rows(config) and config.lean):
         return None
     found = _deepest(config, 4, UNITS)
     return found and whole_units(found)
@@ -225,7 +230,7 @@ def kernels(config: DecodeConfig, rows: int) -> list[DecodeConfig]:
             for each in (base, wide(base)):
                 if each is not None:
                     found += [each, fixed(each), whole_units(each) if _of_units(each) else None]
-            found.append(four_units(base) if _of_units(base) else None)
+            found.append(four_units(base))
     return [each for each in found if each is not None]
 
 
@@ -256,11 +261,10 @@ def even_splits(config: DecodeConfig, units: int, tiles: int, sms: int) -> int:
         and not (config.heads == 2 and config.rows == 16)
     )
     lone = light or units * tiles <= SHORT * sms
-    both = sms * ctas_per_sm(config)
-    most = sms if lone else both
-    narrow = light and not config.fp8 and max(config.head_dim, config.head_dim_v) <= NARROW
-    if narrow and units <= sms // 2 and tiles <= SHORT_TILES:
-        most = both
+    held = sms * ctas_per_sm(config)
+    most = sms if lone else held
+    if light and _narrow_rows(config) and units <= sms // 2 and tiles <= SHORT_TILES:
+        most = held
     splits = most // units
     if config.arch != "sm_90a" or units * splits < EVEN * most:
         return 0

@@ -87,8 +87,8 @@ def flash_attn_func(
             right; -1 for no end. With `causal`, right is 0.
         softcap: where > 0, scores become softcap * tanh(score / softcap), before bias and mask.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32: adds -slope * |i + seqlen_k - seqlen_q - j| to a score.
-        deterministic: key tiles add to the gradient of q in their order, so that it is the same, bit for bit, in every
-            run, and wait for one another; all else always is.
+        deterministic: key tiles add to the gradient of q in a fixed order, so that it is the same, bit for bit, in
+            every run, and wait for one another; all else always is.
         return_attn_probs: False; probabilities are never in memory.
         seqused_k: (batch,) int32, contiguous, on the device of q: only the first seqused_k[b] keys of entry b count,
             as if it had no others. Values below 0 count as 0, above seqlen_k as seqlen_k. The kernel of

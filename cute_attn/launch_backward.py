@@ -151,18 +151,18 @@ def _factors(softmax_scale: float, softcap: float) -> tuple[float, float, float]
 
 
 def _heads_in_turn(config: Bwd16Config | Bwd16Sm80Config, heads: int, group: int, queries: int) -> int:
-    """Of `heads` heads of K, those whose tiles are mixed under a causal mask; each has `group` heads of `queries`."""
+    """Of `heads` heads of K, those whose tiles are mixed where `scheduler.sectioned`; each has `group` heads of
+    `queries`."""
     rows = group * queries
-    row_bytes = (
-        2 * (config.head_dim + config.head_dim_v) + 4 * config.qk_columns
-    )  # of Q, dO and the sum of dQ
+    # of Q, dO and the sum of dQ
+    row_bytes = 2 * (config.head_dim + config.head_dim_v) + 4 * config.qk_columns
     most = _bytes_in_turn(config, queries)
     return min(max(most // (rows * row_bytes), 1), heads)
 
 
 def _bytes_in_turn(config: Bwd16Config | Bwd16Sm80Config, queries: int) -> int:
-    """Of Q, dO and the sum of dQ of the heads whose tiles are mixed under a causal mask, so that they stay in the L2
-    cache of 50 MB beside what is cleared ahead, K, V, dK and dV. Short heads have many of these (perf/log.md, run 22).
+    """Of Q, dO and the sum of dQ of the heads whose tiles are mixed, so that they stay in the L2 cache of 50 MB beside
+    what is cleared ahead, K, V, dK and dV. Short heads have many of these (perf/log.md, run 22).
     """
     hopper = isinstance(config, Bwd16Config)  # with the other kernel not measured
     if hopper and queries <= _SHORT_HEADS:

@@ -14,8 +14,8 @@ Processes share the GPU. Each takes groups of cells that need the same kernels; 
 cells whose kernels are there. Every output is compared with float64 on the device (a Hopper GPU has the arithmetic for
 it). The largest error of a batch, or of each sequence of unlike length, may be twice that of torch's own attention in
 16 bits on the same inputs, scores in memory, plus one step of the output's dtype; with e4m3 operands three times that
-of attention with P in e4m3. lse is good to 1e-3; rows without keys are 0 and -inf. Memory for results is NaN until a
-kernel has written it.
+of attention with P in e4m3. lse is good to 1e-3, of e4m3 operands to 0.1; rows without keys are 0 and -inf. Memory for
+results is NaN until a kernel has written it.
 
 RECORD.json has a row for each group and number of key heads, with counts of its cells and the worst errors, and one for
 each cell that was wrong or failed. RECORD.json.cells has what came of every cell: those that this tree of sources has

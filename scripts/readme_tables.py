@@ -101,7 +101,7 @@ def beside_best(cell: pd.DataFrame) -> str:
 
 def in_order(cell: pd.DataFrame) -> str:
     """TFLOP/s of ours with an order of dQ's sums; over those without."""
-    ordered = cell["deterministic"] == True  # noqa: E712  # NaN in rows of the others
+    ordered = cell["deterministic"].notna()  # a field that rows of the others lack
     return f"{tflops(cell[ordered]):.0f}; {tflops(cell[ordered]) / tflops(cell[~ordered]):.2f}"
 
 

@@ -850,6 +850,9 @@ def test_decode_report(
     assert "fa3 bf16" in speed.lines[0] and "1.25x" in speed.lines[0]  # the copy is no peer
     assert latency.headers[-2:] == ["cute_attn bf16 / copy", "cute_attn bf16 / copy_cache"]
     assert latency.lines[0][-2:] == ["0.80x", "0.89x"] and "copy_cache bf16" not in latency.headers
+    said = "Nobody was given lengths: all caches are full."
+    assert said not in latency.notes
+    assert said in report.speed_grids([row | {"full_caches": True} for row in found])[2].notes
     with pytest.raises(SystemExit):
         cli.main(["--report", "speed", "--dtype", "bf16", "--phase", "decode", "--plot", "x.png"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import sys
 import types
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from script_modules import load_script
 
 from cute_attn import reference
 from cute_attn.bench import data
@@ -206,10 +206,7 @@ def test_missing_and_foreign_files(tmp_path: Path) -> None:
 @pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """The script as a module, with a stand-in for the function of transformers that its recorder calls."""
-    spec = importlib.util.spec_from_file_location("capture_qkv", ROOT / "scripts" / "capture_qkv.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("scripts/capture_qkv.py")
     sdpa = types.ModuleType("transformers.integrations.sdpa_attention")
     sdpa.sdpa_attention_forward = lambda *args, **kwargs: (args, kwargs)  # type: ignore[attr-defined]
     for name in ("transformers", "transformers.integrations"):

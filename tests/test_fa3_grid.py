@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from script_modules import load_script
 
 from cute_attn import api, flash, launch, memory
 from cute_attn.bench import record
@@ -24,12 +24,7 @@ SCRIPT = Path(__file__).parents[1] / "perf" / "fa3_grid.py"
 
 @pytest.fixture(scope="module")
 def grid() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fa3_grid", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fa3_grid"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("perf/fa3_grid.py")
 
 
 @pytest.fixture(scope="module")

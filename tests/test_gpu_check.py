@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from script_modules import load_script
 
 SCRIPT = Path(__file__).parents[1] / "perf" / "gpu_check.py"
 
@@ -32,12 +33,7 @@ tests/test_decode_gpu.py:12: in test_last
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_check"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("perf/gpu_check.py")
 
 
 def test_rows_of_a_log_that_breaks_off(script: ModuleType) -> None:
@@ -71,3 +67,58 @@ def test_the_last_line_of_a_log(script: ModuleType, end: str, names: list[str]) 
 )
 def test_a_line_without_a_name_is_no_row(script: ModuleType, log: str) -> None:
     assert script.rows_of_log(log) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--files", "test_decode_gpu,test_nothing"], "argument --files: no GPU tests in test_nothing"),
+        (
+            ["--parts", "cache,32-bit"],
+            "argument --parts: expected some of 8-bit, 16-bit, cache, got cache,32-bit",
+        ),
+    ],
+)
+def test_only_some_files_and_parts(
+    script: ModuleType,
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", str(tmp_path), *words])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_what_was_asked_for_is_what_runs(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, list[str]] = {}
+
+    class Passed:
+        def __init__(self, name: str):
+            self.name = name
+
+        def wait(self) -> str:
+            return f"{self.name}: passed, 1.0 s"
+
+    def start(name: str, command: list[str], folder: Path, limit: float) -> Passed:
+        started[name] = command
+        (folder / f"{name}.log").write_text("=== 3 passed in 1.0s ===\n")
+        return Passed(name)
+
+    monkeypatch.setattr(script, "start", start)
+    monkeypatch.setattr(script.shutil, "which", lambda name: sys.executable)
+    monkeypatch.setattr(
+        sys, "argv", ["gpu_check.py", str(tmp_path), "--files", "test_merge", "--parts", "cache"]
+    )
+    assert script.main() == 0
+    assert set(started) == {"pytest", "memcheck_cache", "racecheck_cache"}
+    assert [word for word in started["pytest"] if word.endswith(".py")] == [
+        str(script.ROOT / "tests" / "test_merge.py")
+    ]
+    record = json.loads((tmp_path / "gpu_tests.json").read_text())
+    assert record["meta"]["command"] == "python perf/gpu_check.py FOLDER --files test_merge --parts cache"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from script_modules import load_script
 
 from cute_attn.bench import record
 
@@ -62,11 +62,7 @@ smsp__average_warps_issue_stalled_gmma_per_issue_active Ratio
 
 @pytest.fixture
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("profile_kernels", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("scripts/profile_kernels.py")
 
 
 def test_parsing(script: ModuleType) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from script_modules import load_script
 
 from cute_attn.bench import record
 
@@ -21,12 +20,7 @@ def perf_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, PERF / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(f"perf/{name}.py")
 
 
 def test_attentions_are_one_function() -> None:

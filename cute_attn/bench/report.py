@@ -296,6 +296,8 @@ def _latency_grid(result: Pivot) -> Grid:
         "By a CUDA graph, without the host; small caches in turn, so that L2 does not hold them. The copy reads 1 GiB "
         "and writes as much: both count. copy_cache reads and writes as many bytes as the cache has, in such a graph."
     )
+    if any(row.get("full_caches") for row in result.rows.values()):
+        grid.notes.append("Nobody was given lengths: all caches are full.")
     return grid
 
 

@@ -233,9 +233,10 @@ def key_block_order(n_blocks: Int32, batches: Int32, heads_k: Int32, turn: Int32
 def key_block_coord(cta: Int32, order, cfg: Bwd16Config):
     """CTA -> (key block, head of K, batch), in the order in which CTAs start; `order`: see `key_block_order`.
 
-    The blocks of a head are neighbours, so that Q, dO and the sum of dQ stay in L2, and ascend. Under a causal mask the
-    first keys are seen by most queries: of `turn` heads together the longest come first, so that CTAs end together.
-    With an order of dQ they descend under a mask, see `tiles_before`, all slots where sequences are of unlike length.
+    The blocks of a head are neighbours, so that Q, dO and the sum of dQ stay in L2, and ascend. Where `sectioned`,
+    those of `turn` heads take turns: under a causal mask, where the first keys are seen by most queries, the longest
+    of them come first, so that CTAs end together. With an order of dQ blocks descend under a mask, see `tiles_before`:
+    all slots, where sequences are of unlike length.
     """
     if cutlass.const_expr(sectioned(cfg)):
         of_heads, of_sections, of_turn, of_last, whole, n_blocks = order

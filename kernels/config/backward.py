@@ -40,7 +40,7 @@ class Bwd16Config:
     # Of a step's blocks of 16 queries, those whose dV and dK run under the arithmetic of the others; 0: no such parts
     first_blocks: int = 0
     dq_direct: bool = False  # dQ goes to memory from registers, not through shared memory
-    deterministic: bool = False  # key tiles add to dQ in their order
+    deterministic: bool = False  # key tiles add to dQ in a fixed order, see `scheduler.tiles_before`
     varlen: bool = False  # sequences of unlike length, their rows behind one another
     # CTAs, one an SM, take key tiles by a count in memory, and load for the next one while this one ends
     persistent: bool = False

@@ -148,7 +148,7 @@ class Bwd16Sm80Config:
     alibi: bool = False
     q_stages: int = 2  # buffers of Q and of dO
     do_stages: int = 2
-    deterministic: bool = False  # key tiles add to dQ in their order
+    deterministic: bool = False  # key tiles add to dQ in a fixed order, see `scheduler.tiles_before`
     varlen: bool = False  # sequences of unlike length, their rows behind one another
     arch: str = "sm_90a"
 

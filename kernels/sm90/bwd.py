@@ -33,9 +33,10 @@ tile_m times the slots; CTAs are given out by the slots of key tiles, and those 
 
 A CTA takes tile_n keys of one head of K and all query heads of its group: dK and dV are sums over them in registers.
 Its consumer warpgroups take 64 keys each, or share 64 keys and divide the columns of dK and dV; a last warpgroup
-produces: its first warp issues the TMA loads, and, but with `dq_direct`, one for each consumer warpgroup sends its part
-of dQ; the others leave at once. K and V stay in shared memory, Q and dO pass through rings with their rows of lse2 and
-D. What the producer does is in bwd_producer.py, the main loop of the consumers in bwd_mainloop.py, their end in
+produces: its first warp issues the TMA loads, and one for each consumer warpgroup sends its part of dQ, or, where the
+consumers add to dQ themselves (`dq_direct`) in a fixed order, keeps its turns; another one may clear sums. K and V stay
+in shared memory, Q and dO pass through rings with their rows of lse2 and D. What the producer does, warp by warp, is in
+bwd_producer.py, the main loop of the consumers in bwd_mainloop.py, their end in
 bwd_store.py, and the entries that are compiled, with the passes before and behind, in bwd_16bit.py.
 
 Shared memory: K (tile_n, qk_columns), V (tile_n, v_columns), Q (tile_m, qk_columns, q_stages), dO (tile_m, v_columns,
