@@ -40,8 +40,9 @@ LONG_QUERIES_BACKWARD: Final = 8192
 SHORT_QUERIES_BACKWARD: Final = 1024
 """Queries up to which it has as few without a mask, and persistent CTAs at head_dim 128 (perf/log.md, run 22)."""
 
-_CAUSAL_CLUSTER_BLOCKS: Final = 64
-"""Tiles of a head from which clusters pay under a causal mask (perf/log.md, run 21)."""
+_CAUSAL_CLUSTER_TILES: Final = 64
+"""Tiles of a head from which clusters pay under a causal mask, where the table has no number of its own (perf/log.md,
+run 21)."""
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -69,6 +70,7 @@ class Tile16:
     pingpong: bool = False  # turns of the warpgroups at the tensor core
     kv_stages: int = 2
     cluster: int = 1  # where a head has tiles enough, see `choose_cluster`
+    causal_tiles: int = _CAUSAL_CLUSTER_TILES  # that are enough under a causal mask
 
 
 # a consumer's and the producer's where two consume and the producer looks for tiles, too; 240 would leave it 24
@@ -127,6 +129,14 @@ TILES_16: Final = (
     ),
     Tile16(
         columns=128,
+        causal=True,
+        bare=True,
+        cluster=2,
+        causal_tiles=16,
+        why="176 keys a step would fit, but were 5% slower (perf/log.md, run 21)",
+    ),
+    Tile16(
+        columns=128,
         why="176 keys a step would fit, but were 5% slower (perf/log.md, run 21)",
     ),
     Tile16(columns=192, tile_n=112, cluster=2, why=_BOUND_16),
@@ -134,15 +144,17 @@ TILES_16: Final = (
         columns=256,
         causal=True,
         bare=True,
-        queries=range(513),
+        queries=range(4097),
         tile_n=64,
+        cluster=2,
+        causal_tiles=8,
         why="keys of a step end where those of a warpgroup's rows do, which passes over others; with 80 keys a step, "
         "which fit, a tenth more are loaded and computed for nothing",
     ),
     Tile16(columns=256, tile_n=80, cluster=2, why=_BOUND_16),
 )
 """Rows in the order of `columns`: the first that serves a problem is taken. Those of 64, 128 and 256 columns
-were measured on an H200 (perf/log.md, runs 11, 13, 16, 21 and 22), the others follow them."""
+were measured on an H200 (perf/log.md, runs 11, 13, 16 and 21 to 24), the others follow them."""
 
 SHORT_QUERIES: Final = tuple(
     sorted({n for t in TILES_16 for n in (t.queries.start - 1, t.queries.stop - 1) if 0 < n < 1 << 20})
@@ -217,7 +229,7 @@ def forward16_choice(
     cluster, why_cluster = 1, None
     if not (window or varlen):  # whose tiles do not read the same keys, or are given out one by one
         cluster, why_cluster = choose_cluster(
-            tile.cluster, -(-seqlen_q * pack_gqa // tile.tile_m), _CAUSAL_CLUSTER_BLOCKS if causal else 2
+            tile.cluster, -(-seqlen_q * pack_gqa // tile.tile_m), tile.causal_tiles if causal else 2
         )
     config = Fwd16Config(
         head_dim=head_dim,
@@ -332,6 +344,7 @@ def all_forward16_configs() -> list[Fwd16Config]:
                 (64, "fp16", True),
                 (64, "bf16", False),
                 (40, "fp16", True),
+                (128, "bf16", True),
                 (256, "bf16", True),
             )
             for seqlen_q in SHORT_QUERIES
