@@ -157,9 +157,20 @@ TILES_16: Final = (
 were measured on an H200 (perf/log.md, runs 11, 13, 16 and 21 to 24), the others follow them."""
 
 SHORT_QUERIES: Final = tuple(
-    sorted({n for t in TILES_16 for n in (t.queries.start - 1, t.queries.stop - 1) if 0 < n < 1 << 20})
+    sorted(
+        {
+            n
+            for t in TILES_16
+            for n in (
+                t.queries.start - 1,
+                t.queries.stop - 1,
+                t.tile_m * (t.causal_tiles - 1) * (t.cluster > 1),
+            )
+            if 0 < n < 1 << 20
+        }
+    )
 )
-"""Queries of a sequence up to which it may have another tile than with more of them."""
+"""Queries of a sequence up to which it may have another tile, or no clusters, than with more of them."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -423,8 +423,20 @@ def test_tiles_of_short_sequences() -> None:
         assert [tile(64, n, causal=True, **{feature: True}) for n in (1024, 1025)] == [old, long]
         assert tile(64, 1024, **{feature: True}) == long
     assert tile(64, 1024, window=True) == long
-    assert [tile(256, n, causal=True) for n in (1, 512, 513)] == [(128, 64)] * 2 + [(128, 80)]
+    assert [tile(256, n, causal=True) for n in (1, 4096, 4097)] == [(128, 64)] * 2 + [(128, 80)]
     assert tile(256, 512) == (128, 80) == tile(256, 512, causal=True, varlen=True)
+
+
+def test_clusters_under_a_causal_mask() -> None:
+    """From as many tiles of a head on as the table says, and without features."""
+
+    def cluster(head_dim: int, seqlen_q: int, **options: bool) -> int:
+        return forward16_config(head_dim, head_dim, "bf16", causal=True, seqlen_q=seqlen_q, **options).cluster
+
+    assert [cluster(128, n) for n in (1, 1920, 2048, 1 << 20)] == [1, 1, 2, 2]
+    assert [cluster(256, n) for n in (1, 896, 1024, 4096, 4224, 8192)] == [1, 1, 2, 2, 1, 2]
+    for feature in ("sinks", "softcap", "alibi", "varlen"):
+        assert cluster(128, 8192, **{feature: True}) == 1
 
 
 def test_who_passes_over_keys() -> None:
