@@ -40,7 +40,7 @@ LONG_QUERIES_BACKWARD: Final = 8192
 SHORT_QUERIES_BACKWARD: Final = 1024
 """Queries up to which it has as few without a mask, and persistent CTAs at head_dim 128 (perf/log.md, run 22)."""
 
-_CAUSAL_CLUSTER_TILES: Final = 64
+_CAUSAL_CLUSTER_BLOCKS: Final = 64
 """Tiles of a head from which clusters pay under a causal mask, where the table has no number of its own (perf/log.md,
 run 21)."""
 
@@ -70,7 +70,7 @@ class Tile16:
     pingpong: bool = False  # turns of the warpgroups at the tensor core
     kv_stages: int = 2
     cluster: int = 1  # where a head has tiles enough, see `choose_cluster`
-    causal_tiles: int = _CAUSAL_CLUSTER_TILES  # that are enough under a causal mask
+    causal_blocks: int = _CAUSAL_CLUSTER_BLOCKS  # that are enough under a causal mask
 
 
 # a consumer's and the producer's where two consume and the producer looks for tiles, too; 240 would leave it 24
@@ -84,6 +84,7 @@ _FOUR: Final[dict[str, Any]] = {
     "producer_regs": 32,
 }
 _BOUND_16: Final = "what two stages of K and V leave room for in shared memory"
+_WHY_128: Final = "176 keys a step would fit, but were 5% slower (perf/log.md, run 21)"
 
 TILES_16: Final = (
     Tile16(
@@ -132,13 +133,10 @@ TILES_16: Final = (
         causal=True,
         bare=True,
         cluster=2,
-        causal_tiles=16,
-        why="176 keys a step would fit, but were 5% slower (perf/log.md, run 21)",
+        causal_blocks=16,
+        why=_WHY_128,
     ),
-    Tile16(
-        columns=128,
-        why="176 keys a step would fit, but were 5% slower (perf/log.md, run 21)",
-    ),
+    Tile16(columns=128, why=_WHY_128),
     Tile16(columns=192, tile_n=112, cluster=2, why=_BOUND_16),
     Tile16(
         columns=256,
@@ -147,9 +145,9 @@ TILES_16: Final = (
         queries=range(4097),
         tile_n=64,
         cluster=2,
-        causal_tiles=8,
-        why="keys of a step end where those of a warpgroup's rows do, which passes over others; with 80 keys a step, "
-        "which fit, a tenth more are loaded and computed for nothing",
+        causal_blocks=8,
+        why="keys of a step end where those of a warpgroup's rows do, which passes over others; 80 keys a step fit, but "
+        "were 1 to 5% slower (perf/log.md, runs 22 and 24)",
     ),
     Tile16(columns=256, tile_n=80, cluster=2, why=_BOUND_16),
 )
@@ -157,20 +155,9 @@ TILES_16: Final = (
 were measured on an H200 (perf/log.md, runs 11, 13, 16 and 21 to 24), the others follow them."""
 
 SHORT_QUERIES: Final = tuple(
-    sorted(
-        {
-            n
-            for t in TILES_16
-            for n in (
-                t.queries.start - 1,
-                t.queries.stop - 1,
-                t.tile_m * (t.causal_tiles - 1) * (t.cluster > 1),
-            )
-            if 0 < n < 1 << 20
-        }
-    )
+    sorted({n for t in TILES_16 for n in (t.queries.start - 1, t.queries.stop - 1) if 0 < n < 1 << 20})
 )
-"""Queries of a sequence up to which it may have another tile, or no clusters, than with more of them."""
+"""Queries of a sequence up to which it may have another tile than with more of them."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -240,7 +227,7 @@ def forward16_choice(
     cluster, why_cluster = 1, None
     if not (window or varlen):  # whose tiles do not read the same keys, or are given out one by one
         cluster, why_cluster = choose_cluster(
-            tile.cluster, -(-seqlen_q * pack_gqa // tile.tile_m), tile.causal_tiles if causal else 2
+            tile.cluster, -(-seqlen_q * pack_gqa // tile.tile_m), tile.causal_blocks if causal else 2
         )
     config = Fwd16Config(
         head_dim=head_dim,
@@ -348,6 +335,7 @@ def all_forward16_configs() -> list[Fwd16Config]:
         forward16_config(192, 128, "bf16", causal=True),
         forward16_config(40, 72, "fp16"),
         forward16_config(128, 128, "bf16", causal=True, group=8, seqlen_q=1),
+        forward16_config(256, 256, "bf16", causal=True, seqlen_q=4097),  # as long ones, but without clusters
         *(
             forward16_config(head_dim, head_dim, dtype, causal=causal, seqlen_q=seqlen_q)
             for head_dim, dtype, causal in (

@@ -63,7 +63,8 @@ VARIANTS = [
     for causal in (False, True)
     for overlap, pingpong in itertools.product((False, True), repeat=2)
 ]
-# four consumer warpgroups, with a causal mask each with its own keys; two with their own keys
+# four consumer warpgroups, with a causal mask each with its own keys; two with their own keys, without and with clusters;
+# two that long sequences have in clusters
 SHORT = [
     forward16_config(64, 64, dtype, causal=causal, seqlen_q=1024)
     for dtype in ("bf16", "fp16")
@@ -72,6 +73,8 @@ SHORT = [
 SHORT += [
     replace(SHORT[1], head_dim_v=40),
     forward16_config(256, 256, "bf16", causal=True, seqlen_q=512),
+    *(forward16_config(256, 256, dtype, causal=True, seqlen_q=1024) for dtype in ("bf16", "fp16")),
+    forward16_config(128, 128, "bf16", causal=True, seqlen_q=1024),
 ]
 CLUSTERS = [
     replace(forward16_config(d, d, "bf16", causal=causal), cluster=2)
