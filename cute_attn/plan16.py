@@ -146,8 +146,8 @@ TILES_16: Final = (
         tile_n=64,
         cluster=2,
         causal_blocks=8,
-        why="keys of a step end where those of a warpgroup's rows do, which passes over others; 80 keys a step fit, but "
-        "were 1 to 5% slower (perf/log.md, runs 22 and 24)",
+        why="keys of a step end where those of a warpgroup's rows do, which passes over others; 80 keys a step fit, "
+        "but were 1 to 5% slower (perf/log.md, runs 22 and 24)",
     ),
     Tile16(columns=256, tile_n=80, cluster=2, why=_BOUND_16),
 )

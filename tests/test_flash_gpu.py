@@ -63,8 +63,8 @@ VARIANTS = [
     for causal in (False, True)
     for overlap, pingpong in itertools.product((False, True), repeat=2)
 ]
-# four consumer warpgroups, with a causal mask each with its own keys; two with their own keys, without and with clusters;
-# two that long sequences have in clusters
+# four consumer warpgroups, with a causal mask each with its own keys; two with their own keys, without and with
+# clusters; two as for long sequences, but without clusters
 SHORT = [
     forward16_config(64, 64, dtype, causal=causal, seqlen_q=1024)
     for dtype in ("bf16", "fp16")
