@@ -286,7 +286,7 @@ def test_chosen_16_bit_kernels_are_those_that_plans_name() -> None:
             seqlen_q=queries,
         )
         for pair, dtype, mask, some, group, queries in itertools.product(
-            pairs, ("bf16", "fp16"), compiler.MASKS, features, (1, 8), (3, 260, 4096, 20000)
+            pairs, ("bf16", "fp16"), compiler.MASKS, features, (1, 8), (3, 260, 4096, 5000, 20000)
         )
     }
     assert planned <= chosen

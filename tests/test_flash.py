@@ -446,7 +446,8 @@ def test_who_passes_over_keys() -> None:
         (64, 1024, False, False),
         (64, 8192, True, False),
         (256, 512, True, True),
-        (256, 1024, True, False),
+        (256, 4096, True, True),
+        (256, 8192, True, False),
     ):
         config = forward16_config(head_dim, head_dim, "bf16", causal=causal, seqlen_q=seqlen_q)
         assert config.skips_keys == expected
