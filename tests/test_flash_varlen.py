@@ -348,7 +348,8 @@ def test_plan(hopper: None) -> None:
     assert packed(8, 1) == 8 and packed(8, 300) == 8 and packed(8, 1000) == 1 and packed(1, 1) == 1
     assert packed(8, 256) == 8  # on average: some are longer, some shorter, and few end with a tile
     config = forward16_config(128, 128, "bf16", causal=True, varlen=True)
-    plain = forward16_config(128, 128, "bf16", causal=True, seqlen_q=1024)  # without clusters, as all with varlen
+    # without clusters, as all with varlen
+    plain = forward16_config(128, 128, "bf16", causal=True, seqlen_q=1024)
     assert (config.consumer_regs, config.producer_regs) == (232, 40)
     same = replace(config, varlen=False, consumer_regs=240, producer_regs=24)
     assert same == plain
