@@ -35,7 +35,15 @@ from cute_attn.kernels.config import (
     QuantizeConfig,
 )
 from cute_attn.kernels.operands import Layout
-from cute_attn.memory import current_device, new_empty, raw_alloc, raw_delete, raw_stream
+from cute_attn.memory import (
+    capturing,
+    current_device,
+    new_empty,
+    on_device,
+    raw_alloc,
+    raw_delete,
+    raw_stream,
+)
 from cute_attn.problem import NO_FEATURES, Features
 from cute_attn.quantize import (
     Fp8Recipe,
@@ -71,7 +79,7 @@ def _zero(device: torch.device) -> Tensor:
     Copied from the host, which waits for it: a fill would come before later launches of the current stream
     alone, and this tensor serves every stream.
     """
-    return torch.zeros(1, dtype=torch.float32, device="cpu").to(device)
+    return on_device(torch.zeros(1, dtype=torch.float32, device="cpu"), device)
 
 
 @lru_cache(maxsize=64)
@@ -485,24 +493,16 @@ class TileOrder:
         """(key heads whose tiles are mixed, address of the table). The address is 0 where there is none: where it would
         gain nothing, while a CUDA graph is captured that asks for it first, and when tables take `_TABLE_BYTES`.
         """
-        if self._open and not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if self._open and not capturing(self._device):
             self._open = False
             key = (*self._about, self._device)
             table = self._tables.get(key)
             if table is None and sum(x.nbytes for x in self._tables.values()) < _TABLE_BYTES:
                 table = tile_table(*self._about)
                 if table is not None:  # of several threads the first: another's kernel may have it
-                    table = self._tables.setdefault(key, _on_device(table, self._device))
+                    table = self._tables.setdefault(key, on_device(table, self._device))
             self._table = 0 if table is None else table.data_ptr()
         return self._turn, self._table
-
-
-def _on_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy of a tensor of the host for all streams of a device. Waits for it, but for no work of these streams."""
-    if device.type != "cuda":
-        return x
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        return x.to(device)
 
 
 class Forward:

@@ -1,8 +1,9 @@
 """The GPU tests and compute-sanitizer, in one bounded run on a Hopper GPU.
 
     python perf/gpu_check.py FOLDER       everything; logs, a summary and the record gpu_tests.json go to FOLDER
-    python perf/gpu_check.py FOLDER --files test_decode_gpu,test_flash_bwd_gpu --parts 16-bit,cache
-                                          what a change concerns: these files, sanitizers of these parts
+    python perf/gpu_check.py FOLDER --files test_flash_gpu,test_decode_gpu -k "not sm80" --parts 16-bit,cache
+                                          what a change concerns: of these files the tests that pytest's -k chooses,
+                                          sanitizers of these parts
     python perf/gpu_check.py --small PART the small launches that the sanitizers watch, once: of the part "8-bit",
                                           "16-bit" or "cache"
 
@@ -17,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -315,6 +317,7 @@ def main() -> int:
     parser.add_argument(
         "--files", help="names of test files, comma-separated (default: all that have GPU tests)"
     )
+    parser.add_argument("-k", metavar="EXPRESSION", help="of these, the tests that pytest's -k chooses")
     parser.add_argument(
         "--parts",
         default=",".join(SMALL_PARTS),
@@ -343,6 +346,8 @@ def main() -> int:
             parser.error(f"argument --files: no GPU tests in {', '.join(sorted(unknown))}")
         paths = [path for path in paths if path.stem in names]
         command += f" --files {args.files}"
+    if args.k:
+        command += f" -k {shlex.quote(args.k)}"
     if parts != list(SMALL_PARTS):
         command += f" --parts {args.parts}"
     tests = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *map(str, paths), "--durations=25"]
@@ -351,6 +356,7 @@ def main() -> int:
     tests += ["-n", str(WORKERS), "--dist", "worksteal", "--timeout", str(LIMITS["test"])]
     # As in pyproject.toml but for --strict-config: the machine may lack a plugin that a setting is for.
     tests += ["-o", "addopts=-ra"]
+    tests += ["-k", args.k] if args.k else []
     running = start("pytest", tests, folder, LIMITS["pytest"])
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     checks = []

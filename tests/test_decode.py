@@ -15,7 +15,7 @@ from compiled import figures_of, no_spills
 from torch import Tensor
 
 import cute_attn
-from cute_attn import decode_plan, flash_attn_with_kvcache
+from cute_attn import decode_plan, flash_attn_with_kvcache, kv
 from cute_attn.append import TENSORS, append_kv
 from cute_attn.compile import KernelFigures
 from cute_attn.decode_plan import Shares
@@ -839,3 +839,16 @@ def test_machine_code(
         assert found.counts["LDSM"] == -(-config.k_chunks // 2) + -(-config.v_chunks // 2)
     else:
         assert found.counts["LDSM"] == 0
+
+
+def test_lengths_that_the_host_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the numbers that a device has, where it has any that are large enough."""
+    cpu = torch.device("cpu")
+    assert kv.lengths_of(7, 2, cpu).tolist() == [7, 7] and cpu not in kv._numbers
+    numbers = torch.arange(10, dtype=torch.int32)
+    monkeypatch.setattr(kv, "_NUMBERS", 10)
+    monkeypatch.setattr(kv, "_numbers", {cpu: numbers})
+    for length in (0, 1, 9, 10, 1 << 20):
+        found = kv.lengths_of(length, 3, cpu)
+        assert found.dtype == torch.int32 and found.tolist() == [length] * 3
+        assert (found.data_ptr() == numbers.data_ptr() + 4 * length) == (length < 10)

@@ -17,7 +17,7 @@ import torch
 from poison import PoisonedTorch, poison_memory
 from torch import Tensor
 
-from cute_attn import append, append_kv, decode, decode_plan, flash_attn_with_kvcache, launch, prefill
+from cute_attn import append, append_kv, decode, decode_plan, flash_attn_with_kvcache, kv, launch, prefill
 from cute_attn.append import append_reference, queries_reference
 from cute_attn.decode import decode_explain, decode_kernel, reference
 from cute_attn.decode_plan import Shares, decode_config
@@ -630,6 +630,25 @@ def test_fixed_shares(case: Case) -> None:
 
 
 PAIRS = Case("pairs", dims=(64, 64), scales="token")
+
+
+@pytest.mark.parametrize("length", [0, 1, 2999, 3000])
+def test_a_length_that_a_captured_graph_sees_first(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers that lengths of the host are taken from cannot come to the device meanwhile."""
+    case = Case("graph", (length,) * 3, slots=3000)
+    q, k, v, options = case.make()
+    given = {**options, "cache_seqlens": length}
+    flash_attn_with_kvcache(q, k, v, **given)  # compiles
+    monkeypatch.setattr(kv, "_numbers", {})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **given)
+    assert not kv._numbers
+    got = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **given)
+    assert len(kv._numbers) == 1
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(got, captured, strict=True))
+    check(got, q, k, v, case, **options)
 
 
 @pytest.mark.parametrize(

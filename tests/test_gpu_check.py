@@ -112,13 +112,15 @@ def test_what_was_asked_for_is_what_runs(
 
     monkeypatch.setattr(script, "start", start)
     monkeypatch.setattr(script.shutil, "which", lambda name: sys.executable)
-    monkeypatch.setattr(
-        sys, "argv", ["gpu_check.py", str(tmp_path), "--files", "test_merge", "--parts", "cache"]
-    )
+    asked = ["--files", "test_merge", "-k", "not sm80", "--parts", "cache"]
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", str(tmp_path), *asked])
     assert script.main() == 0
     assert set(started) == {"pytest", "memcheck_cache", "racecheck_cache"}
     assert [word for word in started["pytest"] if word.endswith(".py")] == [
         str(script.ROOT / "tests" / "test_merge.py")
     ]
+    assert started["pytest"][-2:] == ["-k", "not sm80"]
     record = json.loads((tmp_path / "gpu_tests.json").read_text())
-    assert record["meta"]["command"] == "python perf/gpu_check.py FOLDER --files test_merge --parts cache"
+    assert record["meta"]["command"] == (
+        "python perf/gpu_check.py FOLDER --files test_merge -k 'not sm80' --parts cache"
+    )

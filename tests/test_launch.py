@@ -653,7 +653,7 @@ def test_no_table_comes_while_a_graph_is_captured(
     tables: dict[tuple[object, ...], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy would be part of the graph. The first call behind it brings the table."""
-    monkeypatch.setattr(launch, "_on_device", lambda table, device: table)
+    monkeypatch.setattr(launch, "on_device", lambda table, device: table)
     order = launch.TileOrder(CAUSAL, *MANY_TILES, torch.device("cuda:0"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert order()[1] == 0 and not tables
