@@ -18,14 +18,14 @@ NO_UNIT = -1
 
 @cute.jit
 def rounds_of(cluster: Int32, clusters: Int32, units: Int32, table: Int64, cfg: FwdConfig) -> Int32:
-    """Units that a cluster takes, one in each round; see `unit_in_round`."""
+    """Units that a cluster takes, one in each round; see `unit_in_round`. From memory, as those: use it late."""
     full = units // clusters
     place = place_in_round(full, cluster, clusters, cfg)
     rounds = full + (1 if place < units - full * clusters else 0)
     if cutlass.const_expr(cfg.causal):
         if table != 0:
             rounds = table_row(table, Int32(0), clusters)[cluster]
-    return cute.arch.make_warp_uniform(rounds)
+    return rounds
 
 
 @cute.jit
@@ -42,7 +42,7 @@ def unit_in_round(
     if cutlass.const_expr(cfg.causal):
         if table != 0:
             unit = table_row(table, r, clusters)[cluster]
-    return cute.arch.make_warp_uniform(unit)
+    return unit
 
 
 @cute.jit

@@ -362,9 +362,9 @@ class FwdSm90:
                 else:
                     r, unit = Int32(0), cta // cfg.cluster
                     while unit != NO_UNIT:
-                        at = self.tile(unit, r, order)
+                        at = self.tile(cute.arch.make_warp_uniform(unit), r, order)
                         r += 1
-                        # already now: its number comes from memory under this tile's loads
+                        # already now: it comes from memory under this tile's loads
                         unit = unit_in_round(r, cta // cfg.cluster, ctas // cfg.cluster, units, table, cfg)
                         at = (*at[:3], Int32(0), seqlen_q, Int32(0), seqlen_k, at[3])
                         state_q, state = self.load_tile(at, loads, pipes, (state_q, state), window, splits)
@@ -377,6 +377,7 @@ class FwdSm90:
             elif warp_idx == 4 * cfg.consumer_warpgroups + 1 and cutlass.const_expr(not cfg.varlen):
                 r, unit = Int32(0), cta // cfg.cluster
                 while unit != NO_UNIT:
+                    unit = cute.arch.make_warp_uniform(unit)
                     at = [cute.arch.make_warp_uniform(word) for word in self.tile(unit, r, order)]
                     unit = unit_in_round(r + 1, cta // cfg.cluster, ctas // cfg.cluster, units, table, cfg)
                     blocks, passed, _, _, _ = key_blocks(at[0], seqlen_q, seqlen_k, window, cfg)
@@ -426,7 +427,7 @@ class FwdSm90:
                     slot.advance()
                     pipes[3].consumer_wait(slot)  # likewise of the next tile
             else:
-                for r in cutlass.range(rounds, unroll=1):
+                for r in cutlass.range(cute.arch.make_warp_uniform(rounds), unroll=1):
                     states = consume(r, states)
             if cutlass.const_expr(not cfg.o_direct):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
