@@ -475,8 +475,9 @@ def shuffled_table(*about: Any) -> Tensor | None:
         return None
     clusters = table.shape[1]
     later = table[1:][table[1:] >= 0]
+    later = later[torch.randperm(len(later))]
     who = torch.randint(clusters, later.shape)
-    lists = [later[torch.randperm(len(later))[who == c]].tolist() for c in range(clusters)]
+    lists = [later[who == c].tolist() for c in range(clusters)]
     return schedule.as_table([[c, *units] for c, units in enumerate(lists)])
 
 
