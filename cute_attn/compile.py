@@ -173,7 +173,6 @@ def build(config: KernelConfig, options: str = "") -> Any:
                 args[3:5] = wide(element, batch, seqlen_q, heads_q, d_v), scalars(batch, heads_q, seqlen_q)
                 args += [address]
             args += [*scores, *[cutlass.Int32(1)] * (3 if config.varlen else 2)]
-            args += [] if config.varlen else [address]
         else:
             from cute_attn.kernels.sm80.fwd import Fwd16bitSm80, Fwd16bitVarlenSm80
 
@@ -227,7 +226,6 @@ def build(config: KernelConfig, options: str = "") -> Any:
             cutlass.Float32(1.0),
             cutlass.Int32(1),
             cutlass.Int32(1),
-            *([] if config.varlen else [address]),
             scalars(batch, heads_q) if config.alibi else None,
             scalars(heads_q) if config.sinks else None,
             cutlass.Float32(1.0) if config.softcap else None,

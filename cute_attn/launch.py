@@ -15,7 +15,7 @@ import functools
 import math
 import operator
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,15 +35,7 @@ from cute_attn.kernels.config import (
     QuantizeConfig,
 )
 from cute_attn.kernels.operands import Layout
-from cute_attn.memory import (
-    capturing,
-    current_device,
-    new_empty,
-    on_device,
-    raw_alloc,
-    raw_delete,
-    raw_stream,
-)
+from cute_attn.memory import current_device, new_empty, on_device, raw_alloc, raw_delete, raw_stream
 from cute_attn.problem import NO_FEATURES, Features
 from cute_attn.quantize import (
     Fp8Recipe,
@@ -55,7 +47,7 @@ from cute_attn.quantize import (
     static_amax,
     with_positive_scale,
 )
-from cute_attn.schedule import BYTES_IN_TURN, heads_in_turn, tile_table
+from cute_attn.schedule import heads_in_turn
 from cute_attn.tiles import DTYPE_NAMES
 
 LOG2_E = math.log2(math.e)
@@ -63,7 +55,9 @@ LOG2_E = math.log2(math.e)
 _ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 _ALIGNMENT = 16  # bytes: what TMA and 16-byte accesses want of addresses and strides
-_TABLE_BYTES = 32 << 20  # of all tables of tiles, most of them of 10 KB: they stay
+_BYTES_IN_TURN = (
+    32 << 20
+)  # of K and V whose tiles are worked on side by side: they stay in the L2 cache of 50 MB
 _PART_ALIGNMENT = 128  # bytes, of the parts of a workspace: a line of the L2 cache
 
 
@@ -76,8 +70,8 @@ _NO_STRIDES = (0, 0, 0)
 def _zero(device: torch.device) -> Tensor:
     """One float32 zero, which the forward kernel reads as q . mean key of every row where K was not smoothed.
 
-    Copied from the host, which waits for it: a fill would come before later launches of the current stream
-    alone, and this tensor serves every stream.
+    Copied from the host: a fill would come before later launches of the current stream alone, and this tensor serves
+    every stream.
     """
     return on_device(torch.zeros(1, dtype=torch.float32, device="cpu"), device)
 
@@ -464,47 +458,6 @@ def _padded_rows(k_scale: Tensor) -> Tensor:
     return padded[..., :groups]
 
 
-class TileOrder:
-    """Who takes which tile in which order: arguments (turn, table) of a Hopper forward kernel, see schedule.py."""
-
-    _tables: ClassVar[dict[tuple[object, ...], Tensor]] = {}
-    """On devices. What is here stays, as a kernel of any stream may read it."""
-
-    def __init__(
-        self,
-        config: FwdConfig | Fwd16Config,
-        batch: int,
-        heads_q: int,
-        heads_k: int,
-        seqlen_q: int,
-        seqlen_k: int,
-        sms: int,
-        device: torch.device,
-    ):
-        """
-        Args:
-            sms: CTAs at most.
-        """
-        self._turn, self._table = heads_in_turn(config, batch * heads_k, seqlen_k), 0
-        self._about = (config, batch, heads_q, heads_k, seqlen_q, seqlen_k, sms)
-        self._device, self._open = device, config.causal
-
-    def __call__(self) -> tuple[int, int]:
-        """(key heads whose tiles are mixed, address of the table). The address is 0 where there is none: where it would
-        gain nothing, while a CUDA graph is captured that asks for it first, and when tables take `_TABLE_BYTES`.
-        """
-        if self._open and not capturing(self._device):
-            self._open = False
-            key = (*self._about, self._device)
-            table = self._tables.get(key)
-            if table is None and sum(x.nbytes for x in self._tables.values()) < _TABLE_BYTES:
-                table = tile_table(*self._about)
-                if table is not None:  # of several threads the first: another's kernel may have it
-                    table = self._tables.setdefault(key, on_device(table, self._device))
-            self._table = 0 if table is None else table.data_ptr()
-        return self._turn, self._table
-
-
 class Forward:
     """The forward kernel for one shape of the output, mask, scale and device: `forward(qkv)` is (out, lse).
 
@@ -512,9 +465,8 @@ class Forward:
         kernel: the compiled function, see `FwdEntry`; addresses that it gets must hold until it returns.
         new_out, new_lse: allocate results.
         zero: address of a zero, for rows that have no product with a mean key.
-        factors: arguments of `kernel` behind the layout.
-        order: those behind them.
-        ends: those behind ALiBi's slopes and the sinks, which come then.
+        factors: arguments of `kernel` behind the layout, up to ALiBi's slopes and the sinks.
+        ends: those behind them.
     """
 
     def __init__(
@@ -535,7 +487,7 @@ class Forward:
         """
         batch, seqlen_q, heads_q, _ = shape_out
         sms = _sms(device)
-        self.order = TileOrder(config, batch, heads_q, shape_k[2], seqlen_q, shape_k[1], sms, device)
+        turn = heads_in_turn(config, batch, heads_q, shape_k[2], seqlen_q, shape_k[1], sms)
         self.kernel = compile_kernel(config)
         self.new_out = new_empty(shape_out, _ELEMENTS[config.out_dtype], device)
         self.new_lse = new_empty((batch, heads_q, seqlen_q), torch.float32, device)
@@ -544,7 +496,7 @@ class Forward:
         self._given_scale = softmax_scale
         scale = abs(softmax_scale) or 1.0  # see `with_positive_scale`
         softcap = features.softcap if config.softcap else 0.0
-        self.factors = (scale, (softcap or scale) * LOG2_E, sms)
+        self.factors = (scale, (softcap or scale) * LOG2_E, sms, turn)
         factor = 2.0 * LOG2_E * scale / softcap if softcap else None
         window = _window_ends(features.window, seqlen_q, shape_k[1]) if config.window else (None, None)
         self.ends = (factor, *window)
@@ -584,8 +536,7 @@ class Forward:
         )
         out, lse = self.new_out(), self.new_lse()
         lse_add = self.zero if dot is None else dot.data_ptr()
-        order = (*self.factors, *self.order())
-        self.kernel(out, 0, lse.data_ptr(), lse_add, layout, *order, slopes, sinks, *self.ends)
+        self.kernel(out, 0, lse.data_ptr(), lse_add, layout, *self.factors, slopes, sinks, *self.ends)
         return out, lse
 
     def in_workspace(
@@ -607,8 +558,7 @@ class Forward:
         lse_at = base + quantiser.lse if lse is None else lse.data_ptr()
         lse_add = self.zero if quantiser.q_dot is None else base + quantiser.q_dot
         layout = quantiser.layout_object
-        order = (*self.factors, *self.order())
-        self.kernel(out, base, lse_at, lse_add, layout, *order, slopes, sinks, *self.ends)
+        self.kernel(out, base, lse_at, lse_add, layout, *self.factors, slopes, sinks, *self.ends)
         return out if lse is None else (out, lse)
 
 
@@ -753,19 +703,18 @@ class Forward16:
         """
         batch, seqlen_q, heads_q = shape_q[:3]
         _, seqlen_k, heads_k, head_dim_v = shape_v
-        self._order: TileOrder | None = None
+        order: tuple[int, ...]
         if isinstance(config, Fwd16Config):
             sms = _sms(device) if sms is None else sms
-            self._order = TileOrder(config, batch, heads_q, heads_k, seqlen_q, seqlen_k, sms, device)
-            rest = (sms,)
+            order = (sms, heads_in_turn(config, batch, heads_q, heads_k, seqlen_q, seqlen_k, sms))
         else:
-            rest = (heads_in_turn(config, batch * heads_k, seqlen_k),)
+            order = (_heads_together(config, batch * heads_k, seqlen_k),)
         self._kernel = compile_kernel(config)
         self._new_out = new_empty((batch, seqlen_q, heads_q, head_dim_v), _ELEMENTS[config.dtype], device)
         self._new_lse = new_empty((batch, heads_q, seqlen_q), torch.float32, device)
         self._no_slopes, self._no_sinks = _zero(device).expand(batch, heads_q), _zero(device).expand(heads_q)
         self._q_factor, *factors = _factors16(softmax_scale, softcap)
-        self._rest = (*factors, *_window_ends(window, seqlen_q, seqlen_k), *rest)
+        self._rest = (*factors, *_window_ends(window, seqlen_q, seqlen_k), *order)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None = None, sinks: Tensor | None = None
@@ -786,9 +735,15 @@ class Forward16:
         out, lse = self._new_out(), self._new_lse()
         slopes = self._no_slopes if slopes is None else slopes
         sinks = self._no_sinks if sinks is None else sinks
-        order = () if self._order is None else self._order()
-        self._kernel(q, k, v, out, lse, slopes, sinks, *self._rest, *order)
+        self._kernel(q, k, v, out, lse, slopes, sinks, *self._rest)
         return out, lse
+
+
+def _heads_together(config: Fwd16Sm80Config, heads: int, seqlen_k: int) -> int:
+    """Of `heads` key heads of all sequences, those whose tiles are mixed, the longest first, under a causal mask: as
+    many as keep their K and V in L2. A CTA starts where one has ended, so nothing else has to come out even."""
+    head_bytes = 2 * seqlen_k * (config.head_dim + config.head_dim_v)
+    return min(max(_BYTES_IN_TURN // head_bytes, 1), heads) if config.causal else 1
 
 
 def launch_forward16_varlen(
@@ -850,7 +805,7 @@ def launch_forward16_varlen(
         *_window_ends(window, total_q, total_k),
         2 if only_starts else int(seqused_k is not None),
         *([_sms(device) if sms is None else sms] if hopper else []),
-        BYTES_IN_TURN // (2 * (head_dim + head_dim_v)),
+        _BYTES_IN_TURN // (2 * (head_dim + head_dim_v)),
     )
     return out, lse
 

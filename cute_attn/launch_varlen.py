@@ -30,7 +30,6 @@ from cute_attn.kernels.operands import Layout
 from cute_attn.launch import LOG2_E
 from cute_attn.problem import Features
 from cute_attn.quantize import Fp8Recipe, QuantizedQKV
-from cute_attn.schedule import BYTES_IN_TURN
 
 _ROWS_LIMIT = 2**31  # rows and their heads are counted in int32
 
@@ -105,7 +104,7 @@ class VarlenAttention:
         self._q_factor = None if softmax_scale > 0 else -1.0 if softmax_scale else 0.0
         scale = abs(softmax_scale) or 1.0
         softcap = features.softcap
-        in_turn = BYTES_IN_TURN // (config.head_dim + config.head_dim_v)
+        in_turn = launch._BYTES_IN_TURN // (config.head_dim + config.head_dim_v)
         self._factors = (scale, (softcap or scale) * LOG2_E, launch._sms(device), in_turn)
         window = (
             launch._window_ends(features.window, self.total_q, self.total_k)

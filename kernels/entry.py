@@ -124,7 +124,6 @@ class FwdEntry:
         softmax_scale_log2: Float32,
         sms: Int32,  # SMs of the device
         turn: Int32,  # key heads whose tiles are mixed in the order of work
-        table: Int64,  # address of the table of that order, or 0, see common/scheduler.py
         slopes,  # (batch, heads_q) float32 with `alibi`, else None, as what follows
         sinks,  # (heads_q,) float32 with `sinks`
         softcap_factor,  # with `softcap`, see policy_fp8.py
@@ -150,7 +149,6 @@ class FwdEntry:
             softmax_scale_log2,
             sms,
             turn,
-            table,
             slopes,
             sinks,
             softcap_factor,

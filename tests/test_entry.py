@@ -80,11 +80,11 @@ class FwdProbe(Probe):
     @cute.jit
     def __call__(
         self, q, k, vt, q_scale, k_scale, v_scale, lse_add, o, lse, scale, scale_log2, sms, turn,
-        table, slopes, sinks, softcap_factor, left, right, stream,
+        slopes, sinks, softcap_factor, left, right, stream,
     ):  # fmt: skip
         assert (q.element_type, vt.element_type) == (cutlass.Int8, cutlass.Float8E4M3FN)
         ten = Float32(10.0)  # the scales, which are fractions
-        integers = (scale * ten, scale_log2 * ten, sms, turn, table)
+        integers = (scale * ten, scale_log2 * ten, sms, turn)
         features = () if const_expr(slopes is None) else (slopes, sinks, softcap_factor * ten, left, right)
         self.write((q, k, vt, q_scale, k_scale, v_scale, lse_add, o, lse, *integers, *features))
 
@@ -154,7 +154,6 @@ def compiled(config: FwdConfig | QuantizeConfig) -> tuple[Callable[..., None], P
             Float32(0),
             Int32(0),
             Int32(0),
-            address,
         ]
         args += [scalars(2), scalars(1), Float32(0), Int32(0), Int32(0)] if config.alibi else [None] * 5
     else:
@@ -323,8 +322,7 @@ def test_the_forward_kernel_reads_where_the_quantiser_writes(
         assert found[6] == seen(qkv.q_dot_mean)
     assert found[7] == seen(out)
     assert found[8] == (sink.data_ptr(), (batch, heads_q, seqlen_q), (heads_q * seqlen_q, seqlen_q, 1))
-    # 10 softmax_scale, the same times log2(e), SMs, heads in turn, no table
-    assert found[9:] == [2, 3, 132, 1, 0]
+    assert found[9:] == [2, 3, 132, 1]  # 10 softmax_scale, the same times log2(e), SMs, heads in turn
 
 
 def test_the_forward_kernel_reads_operands_of_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,9 +354,8 @@ def test_features_reach_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(forward, "new_lse", lambda sink=sink: sink)
         forward(qkv, slopes, sinks)
         found.append(compiled(config)[1].read(sink)[9:])
-    # 10 |softmax_scale|, 10 softcap log2(e), SMs, heads in turn, no table, slopes, sinks,
-    # 20 |softmax_scale| log2(e) / softcap
-    ahead = [2, 7, 132, 1, 0, seen(slopes), seen(sinks), 14]
+    # 10 |softmax_scale|, 10 softcap log2(e), SMs, heads in turn, slopes, sinks, 20 |softmax_scale| log2(e) / softcap
+    ahead = [2, 7, 132, 1, seen(slopes), seen(sinks), 14]
     assert found == [[*ahead, 100, 130], [*ahead, 7, 130]]
 
 
@@ -369,9 +366,9 @@ def test_the_layout_crosses_as_an_object_or_a_tuple() -> None:
     found = []
     for form in (layout, launch._shape_object(layout)):
         sink = memory()
-        function(out, 1 << 40, sink.data_ptr(), 1 << 41, form, 0.5, 0.5, 132, 1, 0, *[None] * 5)
+        function(out, 1 << 40, sink.data_ptr(), 1 << 41, form, 0.5, 0.5, 132, 1, *[None] * 5)
         found.append(probe.read(sink)[:7])
     assert found[0] == found[1]
     assert found[0][0] == ((1 << 40) + layout.q, (1, 5, 2, 64), (*layout[3:6], 1))
     with pytest.raises((ValueError, TypeError)):
-        function(out, 0, memory().data_ptr(), 0, layout[:-1], 0.5, 0.5, 132, 1, 0, *[None] * 5)
+        function(out, 0, memory().data_ptr(), 0, layout[:-1], 0.5, 0.5, 132, 1, *[None] * 5)

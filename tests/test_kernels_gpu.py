@@ -12,7 +12,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from rounding_bounds import check_lse, error_ratio
 from torch import Tensor
 
 import cute_attn
-from cute_attn import Fp8Recipe, QuantizedQKV, emulator, launch, schedule
+from cute_attn import Fp8Recipe, QuantizedQKV, emulator, launch
 from cute_attn.kernels.config import FwdConfig, QuantizeConfig
 from cute_attn.quantize import PRESETS, Rotary, mean_key, permute_v, quantize_reference
 from cute_attn.reference import attention
@@ -468,19 +467,6 @@ def test_many_packed_tiles(config: FwdConfig) -> None:
     check_forward(operands((3, 300, 300, 12 * config.pack_gqa, 12), config), config)
 
 
-def shuffled_table(*about: Any) -> Tensor | None:
-    """The table of a shape with each unit but the first ones with some other CTA, at some other time."""
-    table = schedule.tile_table(*about)
-    if table is None:
-        return None
-    clusters = table.shape[1]
-    later = table[1:][table[1:] >= 0]
-    later = later[torch.randperm(len(later))]
-    who = torch.randint(clusters, later.shape)
-    lists = [later[who == c].tolist() for c in range(clusters)]
-    return schedule.as_table([[c, *units] for c, units in enumerate(lists)])
-
-
 @pytest.mark.parametrize("sms", [2, 6, 30])
 @pytest.mark.parametrize("config", [*FORWARD, *CLUSTERED, *PACKED[-4:]], ids=lambda config: config.name)
 def test_few_ctas_take_many_tiles(config: FwdConfig, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,12 +477,9 @@ def test_few_ctas_take_many_tiles(config: FwdConfig, sms: int, monkeypatch: pyte
         expected = attend(qkv, config)
         with monkeypatch.context() as patch:
             patch.setattr(launch, "_sms", lambda device: sms)
-            for table in (schedule.tile_table, shuffled_table, lambda *about: None):
-                patch.setattr(launch, "tile_table", table)
-                for turn in (1, 3, 16):
-                    patch.setattr(launch, "heads_in_turn", lambda *about, turn=turn: turn)
-                    patch.setattr(launch.TileOrder, "_tables", {})
-                    assert same(attend(qkv, config), expected), (seqlen_q, seqlen_k, table, turn)
+            for turn in (1, 2, 3, 16):
+                patch.setattr(launch, "heads_in_turn", lambda *about, turn=turn: turn)
+                assert same(attend(qkv, config), expected), (seqlen_q, seqlen_k, turn)
 
 
 @pytest.mark.parametrize("config", BY_EXP2, ids=lambda config: config.name)

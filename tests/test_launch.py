@@ -31,7 +31,6 @@ from cute_attn.quantize import (
     permute_v,
 )
 from cute_attn.remember import Remembered
-from cute_attn.schedule import heads_in_turn, tile_table
 from cute_attn.tiles import forward_config, quantize_config, transpose_config
 
 SHAPE = (2, 130, 333, 4, 2, 64)  # batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim
@@ -208,7 +207,7 @@ def test_arguments_of_a_call(recipe: Fp8Recipe, default: torch.dtype, compiled: 
     assert (scale, log2, order) == (
         0.125,
         pytest.approx(0.125 * 1.4426950408889634),
-        [132, 4, 0, *[None] * 5],  # all heads in turn, no table; no slopes, sinks, softcap, window
+        [132, 1, *[None] * 5],  # no slopes, sinks, softcap, window
     )
     at = Layout(*layout)
     if recipe.smooth_k:
@@ -424,7 +423,7 @@ def test_operands_by_address_and_strides(compiled: Compiled) -> None:
         o is out
         and base == 0
         and lse_at == lse.data_ptr()
-        and (scale, order) == (0.25, [132, 4, 0, *[None] * 5])
+        and (scale, order) == (0.25, [132, 1, *[None] * 5])
     )
     assert lse_add == launch._zero(out.device).data_ptr()
     assert (at.seqlen_k, at.heads_k) == (333, 2)
@@ -609,54 +608,3 @@ def test_a_tensor_that_somebody_asked_for_is_read_where_it_is(
     changed = dataclasses.replace(qkv, q=qkv.q.clone())
     api.fp8_attention_quantized(changed, backend="sm90")
     assert Layout(*compiled.calls[-1][4]).q == changed.q.data_ptr() != qkv.q.data_ptr()
-
-
-@pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[object, ...], Tensor]:
-    """What `TileOrder` keeps; nothing at first."""
-    kept: dict[tuple[object, ...], Tensor] = {}
-    monkeypatch.setattr(launch.TileOrder, "_tables", kept)
-    return kept
-
-
-CAUSAL = forward_of(PRESETS["fp8"])
-MANY_TILES = (2, 16, 16, 4096, 4096, 132)  # batch, heads_q, heads_k, seqlen_q, seqlen_k, sms
-
-
-def test_a_shape_has_one_table_of_tiles_that_stays(tables: dict[tuple[object, ...], Tensor]) -> None:
-    cpu = torch.device("cpu")
-    orders = [launch.TileOrder(CAUSAL, *MANY_TILES, cpu) for _ in range(2)]
-    assert not tables  # of what is only planned
-    found = [order() for order in (*orders, *orders)]
-    (table,) = tables.values()
-    assert set(found) == {(heads_in_turn(CAUSAL, 32, 4096), table.data_ptr())}
-    want = tile_table(CAUSAL, *MANY_TILES)
-    assert want is not None and torch.equal(table, want)
-    launch.TileOrder(CAUSAL, *MANY_TILES[:-1], 131, cpu)()
-    assert len(tables) == 2
-    full = dataclasses.replace(CAUSAL, causal=False)
-    assert launch.TileOrder(full, *MANY_TILES, cpu)() == (1, 0) and len(tables) == 2
-
-
-def test_tables_have_an_end(
-    tables: dict[tuple[object, ...], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "_TABLE_BYTES", 1)
-    first, second = (
-        launch.TileOrder(CAUSAL, *MANY_TILES[:-1], sms, torch.device("cpu")) for sms in (132, 131)
-    )
-    assert first()[1] != 0 and second()[1] == 0 and len(tables) == 1
-    assert launch.TileOrder(CAUSAL, *MANY_TILES, torch.device("cpu"))() == first()
-
-
-def test_no_table_comes_while_a_graph_is_captured(
-    tables: dict[tuple[object, ...], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copy would be part of the graph. The first call behind it brings the table."""
-    monkeypatch.setattr(launch, "on_device", lambda table, device: table)
-    order = launch.TileOrder(CAUSAL, *MANY_TILES, torch.device("cuda:0"))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert order()[1] == 0 and not tables
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    (at,) = {order()[1] for _ in range(2)}
-    assert [table.data_ptr() for table in tables.values()] == [at]

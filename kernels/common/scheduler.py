@@ -1,78 +1,55 @@
 """Which tiles a CTA works on, in which order, and which keys a tile needs.
 
 CTAs of a cluster take neighbouring tiles of one head in the same round, a *unit*; without clusters a unit is a tile.
-Who takes which unit is fixed before the launch: under a causal mask, where units differ in length, by a table of
-cute_attn/schedule.py, so that CTAs end together.
+The order of units is static: cute_attn/schedule.py chooses `turn` so that CTAs end together.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 
 from ..config import Bwd16Config, FwdConfig
 
-NO_UNIT = -1
-
 
 @cute.jit
-def rounds_of(cluster: Int32, clusters: Int32, units: Int32, table: Int64, cfg: FwdConfig) -> Int32:
-    """Units that a cluster takes, one in each round; see `unit_in_round`. From memory, as those: use it late."""
+def rounds_of(cluster: Int32, clusters: Int32, units: Int32, cfg: FwdConfig) -> Int32:
+    """Units that a cluster takes, one in each round; see `unit_in_round`."""
     full = units // clusters
-    place = place_in_round(full, cluster, clusters, cfg)
-    rounds = full + (1 if place < units - full * clusters else 0)
-    if cutlass.const_expr(cfg.causal):
-        if table != 0:
-            rounds = table_row(table, Int32(0), clusters)[cluster]
-    return rounds
+    place = unit_in_round(full, cluster, clusters, cfg) - full * clusters
+    return full + (1 if place < units - full * clusters else 0)
 
 
 @cute.jit
-def unit_in_round(
-    r: Int32, cluster: Int32, clusters: Int32, units: Int32, table: Int64, cfg: FwdConfig
-) -> Int32:
-    """Number, in the order of work, of a cluster's unit of round `r` > 0, or NO_UNIT; that of round 0 is its own.
+def unit_in_round(r: Int32, cluster: Int32, clusters: Int32, cfg: FwdConfig) -> Int32:
+    """Number, in the order of work, of a cluster's unit of round `r`.
 
-    table  address of (rounds, clusters) int32: the first row says how many units each cluster has, row r which it takes
-           in round r; 0 for none, units are then dealt out one by one. Read under a causal mask only.
-    """
-    unit = r * clusters + place_in_round(r, cluster, clusters, cfg)
-    unit = unit if unit < units else Int32(NO_UNIT)
-    if cutlass.const_expr(cfg.causal):
-        if table != 0:
-            unit = table_row(table, r, clusters)[cluster]
-    return unit
-
-
-@cute.jit
-def place_in_round(r: Int32, cluster: Int32, clusters: Int32, cfg: FwdConfig) -> Int32:
-    """Place of a cluster among those that take units one by one.
-
-    With a causal mask neighbours in the order of work differ in length, so every other round goes backwards over the
+    With a causal mask neighbours in this order differ in length, so every other round goes backwards over the
     clusters: who had the longest unit of a round gets the shortest of the next.
     """
     place = cluster
     if cutlass.const_expr(cfg.causal):
         place = clusters - 1 - cluster if r % 2 == 1 else cluster
-    return place
-
-
-def table_row(table: Int64, r: Int32, clusters: Int32) -> cute.Tensor:
-    """Row r of the table, (clusters,)."""
-    pointer = cute.make_ptr(Int32, table, cute.AddressSpace.gmem, assumed_align=4)
-    return cute.make_tensor(pointer + Int64(r) * clusters, cute.make_layout(clusters))
+    return r * clusters + place
 
 
 @cute.jit
 def unit_coord(
-    unit: Int32, m_units: Int32, group: Int32, heads_k: Int32, batches: Int32, turn: Int32, cfg: FwdConfig
+    unit: Int32,
+    m_units: Int32,
+    group: Int32,
+    heads_k: Int32,
+    batches: Int32,
+    turn: Int32,
+    cfg: FwdConfig,
+    to_and_fro: cutlass.Constexpr = True,
 ):
     """Number in the order of work -> (unit of the head, head, batch); head is one of K where rows are packed.
 
     Without a mask the units of a head are neighbours, so that its K and V stay in L2 while they are needed, and so are
     the heads of a GQA group. With a causal mask they differ in length: `turn` key heads go together, and of all their
-    units the longest come first.
+    units the longest come first, or last, in turns; always first unless `to_and_fro`.
     """
     per_head = m_units * group  # units of a key head
     section = unit // (turn * per_head)
@@ -80,9 +57,13 @@ def unit_coord(
     heads = cutlass.min(turn, heads_k * batches - first)
     rest = unit - first * per_head
     if cutlass.const_expr(cfg.causal):
-        level = rest // (heads * group)
-        index = rest - level * (heads * group)  # query head in the section
-        m_unit = m_units - 1 - level
+        m_unit = rest // (heads * group)
+        index = rest - m_unit * (heads * group)  # query head in the section
+        backwards = m_units - 1 - m_unit
+        if cutlass.const_expr(to_and_fro):
+            m_unit = m_unit if section % 2 == 1 else backwards
+        else:
+            m_unit = backwards
     else:
         index = rest // m_units
         m_unit = rest - index * m_units

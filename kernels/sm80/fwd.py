@@ -207,7 +207,7 @@ class Fwd16bitSm80:
             place = tuple([cute.arch.make_warp_uniform(x) for x in place])
         else:
             if const_expr(self.cfg.causal):
-                m_block, head, batch = unit_coord(cta, *order, self.cfg)
+                m_block, head, batch = unit_coord(cta, *order, self.cfg, to_and_fro=False)
             else:  # the same order, by two divisions, one behind the other, instead of three
                 heads = group * heads_k
                 index = cta // m_blocks

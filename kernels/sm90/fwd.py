@@ -52,20 +52,13 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pl
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
 from ..common import scores
 from ..common.mask import ROW_STEP
-from ..common.scheduler import (
-    NO_UNIT,
-    key_blocks,
-    rounds_of,
-    split_blocks,
-    unit_coord,
-    unit_in_round,
-)
+from ..common.scheduler import key_blocks, rounds_of, split_blocks, unit_coord, unit_in_round
 from ..common.varlen import (
     END,
     PLACE,
@@ -114,7 +107,6 @@ class FwdSm90:
         softmax_scale_log2: Float32,
         sms: Int32,  # CTAs at most
         turn: Int32,  # key heads whose tiles are mixed in the order of work, see common/scheduler.py
-        table: Int64,  # address of the table of that order, or 0, see there
         stream,
         lengths=(),  # with `varlen`, see `kernel`; batch is 1 then, and `turn` in keys, see common/varlen.py
     ):
@@ -199,7 +191,6 @@ class FwdSm90:
             softmax_scale_log2,
             m_units,
             turn,
-            table,
             units,
             seqlen_k,
             lengths,
@@ -263,7 +254,6 @@ class FwdSm90:
         softmax_scale_log2: Float32,
         m_units: Int32,
         turn: Int32,
-        table: Int64,
         units: Int32,
         seqlen_k: Int32,
         # with `varlen` (cu_seqlens_q, cu_seqlens_k, seqused_k, whether that counts, counter, keys of the heads whose
@@ -271,7 +261,7 @@ class FwdSm90:
         lengths,
     ):
         """With `varlen`, o is what `ragged` and k and v (of 16 bits) are what `ragged_load` makes of them, with modes
-        of rows for the batch, and q has a batch of one; m_units, turn, table, units and seqlen_k are not read.
+        of rows for the batch, and q has a batch of one; m_units, turn, units and seqlen_k are not read.
         """
         cfg = self.cfg
         tile_m, tile_n, d, d_v = cfg.tile_m, cfg.tile_n, cfg.head_dim_padded, cfg.v_columns
@@ -289,7 +279,7 @@ class FwdSm90:
             cute.arch.griddepcontrol_launch_dependents()  # what adds up waits for the end of this grid
             splits = lengths[6]
         if cutlass.const_expr(not cfg.varlen):
-            rounds = rounds_of(cta // cfg.cluster, ctas // cfg.cluster, units, table, cfg)
+            rounds = rounds_of(cta // cfg.cluster, ctas // cfg.cluster, units, cfg)
 
         if warp_idx == 4 * cfg.consumer_warpgroups:
             for atom in (atom_q, atom_k, atom_v, *(() if cfg.o_direct else (atom_o,))):
@@ -360,12 +350,8 @@ class FwdSm90:
                     end = (Int32(END), *[Int32(0)] * 6)
                     put_place(end, places, pipes[3], slot)
                 else:
-                    r, unit = Int32(0), cta // cfg.cluster
-                    while unit != NO_UNIT:
-                        at = self.tile(cute.arch.make_warp_uniform(unit), r, order)
-                        r += 1
-                        # already now: it comes from memory under this tile's loads
-                        unit = unit_in_round(r, cta // cfg.cluster, ctas // cfg.cluster, units, table, cfg)
+                    for r in cutlass.range(rounds, unroll=1):
+                        at = self.tile(r, order)
                         at = (*at[:3], Int32(0), seqlen_q, Int32(0), seqlen_k, at[3])
                         state_q, state = self.load_tile(at, loads, pipes, (state_q, state), window, splits)
                 # The producer may not leave before its last loads have been consumed, by the other CTA of its cluster,
@@ -375,11 +361,8 @@ class FwdSm90:
                 pipes[1].producer_tail(state)
                 pipes[2].producer_tail(state_v)
             elif warp_idx == 4 * cfg.consumer_warpgroups + 1 and cutlass.const_expr(not cfg.varlen):
-                r, unit = Int32(0), cta // cfg.cluster
-                while unit != NO_UNIT:
-                    unit = cute.arch.make_warp_uniform(unit)
-                    at = [cute.arch.make_warp_uniform(word) for word in self.tile(unit, r, order)]
-                    unit = unit_in_round(r + 1, cta // cfg.cluster, ctas // cfg.cluster, units, table, cfg)
+                for r in cutlass.range(rounds, unroll=1):
+                    at = [cute.arch.make_warp_uniform(word) for word in self.tile(r, order)]
                     blocks, passed, _, _, _ = key_blocks(at[0], seqlen_q, seqlen_k, window, cfg)
                     # one stage: its phase follows from the round, so none is kept; the first wait is for nobody
                     slot = pl.PipelineState(1, Int32(0), Int32(0), 1 - (r & 1))
@@ -390,7 +373,6 @@ class FwdSm90:
                     if cutlass.const_expr(cfg.side_words):
                         self.policy.stage_inputs(side, at, blocks - passed - 1, *staged)
                     pipes[3].producer_commit(slot)  # by all lanes, each for what it wrote
-                    r += 1
         else:
             cute.arch.setmaxregister_increase(cfg.consumer_regs)
             policy = self.policy
@@ -427,7 +409,7 @@ class FwdSm90:
                     slot.advance()
                     pipes[3].consumer_wait(slot)  # likewise of the next tile
             else:
-                for r in cutlass.range(cute.arch.make_warp_uniform(rounds), unroll=1):
+                for r in cutlass.range(rounds, unroll=1):
                     states = consume(r, states)
             if cutlass.const_expr(not cfg.o_direct):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
@@ -604,13 +586,15 @@ class FwdSm90:
         return cute.domain_offset((0, offset, 0), x[None, None, None, head, last])
 
     @cute.jit
-    def tile(self, unit: Int32, r: Int32, order):
-        """(m_block, head, batch, head of K) of this CTA's tile of a unit, which is that of round r.
+    def tile(self, r: Int32, order):
+        """(m_block, head, batch, head of K) of this CTA's tile of round r.
 
         CTAs of a cluster change places from round to round: with a causal mask the first has less to do.
         """
         size = self.cfg.cluster
         cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        unit = unit_in_round(r, cta // size, ctas // size, self.cfg)
         m_unit, head, batch = unit_coord(unit, *order, self.cfg)
         return m_unit * size + (cta + r) % size, head, batch, head // order[1]
 

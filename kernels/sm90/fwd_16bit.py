@@ -39,12 +39,11 @@ class Fwd16bitSm90(FwdSm90):
         window_right: Int32,
         sms: Int32,
         turn: Int32,
-        table: Int64,
         stream,
     ):
         side = (slopes, sinks, softcap_factor, window_left, window_right)
         v = cute.make_tensor(v.iterator, cute.select(v.layout, [3, 1, 2, 0]))  # (d, s, h, b)
-        self.launch(q, k, v, side, o, lse, softmax_scale_log2, sms, turn, table, stream)
+        self.launch(q, k, v, side, o, lse, softmax_scale_log2, sms, turn, stream)
 
 
 class Fwd16bitVarlenSm90(Fwd16bitSm90):
@@ -77,7 +76,7 @@ class Fwd16bitVarlenSm90(Fwd16bitSm90):
         q, k, v, o, lse = one_batch(q), one_batch(k), one_batch(v), one_batch(o), one_batch(lse)
         v = cute.make_tensor(v.iterator, cute.select(v.layout, [3, 1, 2, 0]))  # (d, s, h, b)
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, has_used, counter, keys_in_turn)
-        self.launch(q, k, v, side, o, lse, softmax_scale_log2, sms, Int32(1), Int64(0), stream, lengths)
+        self.launch(q, k, v, side, o, lse, softmax_scale_log2, sms, Int32(1), stream, lengths)
 
 
 class Fwd16bitSplitSm90(Fwd16bitSm90):
@@ -135,9 +134,7 @@ class Fwd16bitSplitSm90(Fwd16bitSm90):
         q, k, v = one_batch(q), one_batch(k), one_batch(v)
         v = cute.make_tensor(v.iterator, cute.select(v.layout, [3, 1, 2, 0]))  # (d, s, h, b)
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, has_used, counter, Int32(1), splits)
-        self.launch(
-            q, k, v, side, parts_o, parts_ml, softmax_scale_log2, sms, Int32(1), Int64(0), stream, lengths
-        )
+        self.launch(q, k, v, side, parts_o, parts_ml, softmax_scale_log2, sms, Int32(1), stream, lengths)
         results = Results(
             o,
             lse,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from ..common.varlen import first_slot
 from ..config import K_SCALE_GROUP, V_SCALE_GROUP, FwdConfig
@@ -37,7 +37,6 @@ class Fwd8bitSm90(FwdSm90):
         softmax_scale_log2: Float32,
         sms: Int32,
         turn: Int32,
-        table: Int64,
         slopes,
         sinks,
         softcap_factor,
@@ -49,7 +48,7 @@ class Fwd8bitSm90(FwdSm90):
         vt = cute.make_tensor(vt.iterator, cute.select(vt.layout, [2, 3, 1, 0]))  # (d, s, h, b)
         side = (*[heads_last(t) for t in (q_scale, k_scale, v_scale, lse_add)], softmax_scale)
         side = (*side, slopes, sinks, softcap_factor, window_left, window_right)
-        self.launch(q, k, vt, side, o, lse, softmax_scale_log2, sms, turn, table, stream)
+        self.launch(q, k, vt, side, o, lse, softmax_scale_log2, sms, turn, stream)
 
 
 class Fwd8bitVarlenSm90(Fwd8bitSm90):
@@ -86,7 +85,7 @@ class Fwd8bitVarlenSm90(Fwd8bitSm90):
         side = (*[heads_last(t) for t in (q_scale, k_scale, v_scale, lse_add)], softmax_scale)
         side = (*side, slopes, sinks, softcap_factor, window_left, window_right)
         lengths = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k, Int32(0), counter, keys_in_turn)
-        self.launch(q, k, vt, side, o, lse, softmax_scale_log2, sms, Int32(1), Int64(0), stream, lengths)
+        self.launch(q, k, vt, side, o, lse, softmax_scale_log2, sms, Int32(1), stream, lengths)
 
     @cute.jit
     def side_of(
