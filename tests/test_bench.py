@@ -807,6 +807,7 @@ def test_full_caches_have_no_lengths(monkeypatch: pytest.MonkeyPatch, full: bool
     monkeypatch.setattr(peers, "need", lambda name: fake)
     (case,) = decode.cells(seqlens=[64], head_dims=[64], batch=2, heads=4, full=full)
     assert case.fields.get("full_caches", False) == full
+    assert str(case).endswith(" without lengths") == full
     tensors = cases.make_inputs(case, torch.bfloat16, "cpu")
     peers.prepare(peers.Contender("cute_attn", "bf16", "decode"), case, *tensors)
     given.append(peers.prepare(peers.Contender("fa3", "bf16", "decode"), case, *tensors).launch())

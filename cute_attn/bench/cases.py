@@ -115,7 +115,8 @@ class Case:
         heads = str(self.heads_q) if self.heads_q == self.heads_k else f"{self.heads_q}/{self.heads_k}"
         seqlen = f"{min(self.lengths)} to {self.seqlen_k}" if self.lengths else f"{self.seqlen_k}"
         pages = "" if self.page_size is None else f" pages of {self.page_size}"
-        return f"d {self.head_dim} {mask} seqlen {seqlen} batch {self.batch} heads {heads}{pages}"
+        lengths = " without lengths" if self.full else ""
+        return f"d {self.head_dim} {mask} seqlen {seqlen} batch {self.batch} heads {heads}{pages}{lengths}"
 
 
 def window_pairs(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> int:
