@@ -209,9 +209,13 @@ def check_length(length: object, capacity: int, seqlen_new: int | None = None) -
 
 
 def lengths_of(length: int, batch: int, device: torch.device) -> Tensor:
-    """(batch,) int32: `length` for each sequence; not to be written to."""
+    """(batch,) int32: `length` for each sequence; not to be written to.
+
+    A kernel writes it where a graph that is captured or traced is the first to ask for one, or where the device has no
+    number so large.
+    """
     table = _numbers.get(device)
-    if table is None and device.type == "cuda" and not capturing(device):
+    if table is None and device.type == "cuda" and not (torch.compiler.is_compiling() or capturing(device)):
         made = on_device(torch.arange(_NUMBERS, dtype=torch.int32, device="cpu"), device)
         table = _numbers.setdefault(device, made)
     if table is None or length >= _NUMBERS:
