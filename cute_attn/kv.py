@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_attn import validate
 from cute_attn.kernels.config import E4M3_ARCHS, HEAD_DIMS_16BIT
-from cute_attn.memory import capturing, on_device
+from cute_attn.memory import on_device
 from cute_attn.problem import ARCHS, device_capability, place_text, warn_reference
 
 BACKENDS: Final = ("auto", "sm90", "sm80", "reference")
@@ -19,9 +19,9 @@ E4M3: Final = torch.float8_e4m3fn
 INDICES: Final = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table")
 SCALES: Final = ("k_descale", "v_descale")
 
-_NUMBERS: Final = 1 << 18
+_LENGTHS: Final = 1 << 18  # a MiB; longer caches take so long that a fill is nothing beside them
 _numbers: Final[dict[torch.device, Tensor]] = {}
-"""On each device 0, 1, 2, ...: a length that the host knows is there already, and wants no kernel that writes it."""
+"""0 .. _LENGTHS - 1 on each device: a length that the host knows is there, and wants no kernel that writes it."""
 
 
 def target(backend: object, name: str, x: Tensor, cached: torch.dtype) -> str | None:
@@ -208,19 +208,24 @@ def check_length(length: object, capacity: int, seqlen_new: int | None = None) -
     return length
 
 
+def _under_graph() -> bool:
+    """Whether what this thread calls becomes a part of a CUDA graph, or of one of torch.compile."""
+    return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+
+
 def lengths_of(length: int, batch: int, device: torch.device) -> Tensor:
     """(batch,) int32: `length` for each sequence; not to be written to.
 
-    A kernel writes it where a graph that is captured or traced is the first to ask for one, or where the device has no
-    number so large.
+    An element of `_numbers`, with stride 0. A kernel writes it where these end before it, or have not come to the
+    device yet and cannot now, as a CUDA graph is captured or torch.compile traces.
     """
-    table = _numbers.get(device)
-    if table is None and device.type == "cuda" and not (torch.compiler.is_compiling() or capturing(device)):
-        made = on_device(torch.arange(_NUMBERS, dtype=torch.int32, device="cpu"), device)
-        table = _numbers.setdefault(device, made)
-    if table is None or length >= _NUMBERS:
+    numbers = _numbers.get(device)
+    if numbers is None and device.type == "cuda" and not _under_graph():
+        made = on_device(torch.arange(_LENGTHS, dtype=torch.int32, device="cpu"), device)
+        numbers = _numbers.setdefault(device, made)
+    if numbers is None or length >= _LENGTHS:
         return torch.full((batch,), length, dtype=torch.int32, device=device)
-    return table.as_strided((batch,), (0,), length)
+    return numbers.as_strided((batch,), (0,), length)
 
 
 def aligned(x: Tensor) -> Tensor:

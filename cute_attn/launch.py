@@ -68,10 +68,8 @@ _NO_STRIDES = (0, 0, 0)
 
 @lru_cache(maxsize=64)
 def _zero(device: torch.device) -> Tensor:
-    """One float32 zero, which the forward kernel reads as q . mean key of every row where K was not smoothed.
-
-    Copied from the host: a fill would come before later launches of the current stream alone, and this tensor serves
-    every stream.
+    """One float32 zero, which the forward kernel reads as q . mean key of every row where K was not smoothed. No fill:
+    it would come before later launches of the current stream alone.
     """
     return on_device(torch.zeros(1, dtype=torch.float32, device="cpu"), device)
 

@@ -1,8 +1,8 @@
-"""Memory of a GPU by the shortest way: torch's caching allocator without its dispatcher, and tensors that stay there.
+"""Memory of a GPU: torch's caching allocator by the shortest way, without its dispatcher; constants for all streams.
 
-The functions of torch are those that its own compiler's code calls. They take the current device, which callers compare
-with the one that they want. In a torch without CUDA they are missing, and nothing asks for them. They are private to
-torch: one that has CUDA and lacks them says so at the first call.
+The functions of torch's allocator are those that its own compiler's code calls. They take the current device, which
+callers compare with the one that they want. In a torch without CUDA they are missing, and nothing asks for them. They
+are private to torch: one that has CUDA and lacks them says so at the first call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 
-__all__ = ["capturing", "current_device", "new_empty", "on_device", "raw_alloc", "raw_delete", "raw_stream"]
+__all__ = ["current_device", "new_empty", "on_device", "raw_alloc", "raw_delete", "raw_stream"]
 
 
 def _missing(*args: object) -> Any:
@@ -47,15 +47,11 @@ def new_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     return new
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is captured, of which all that a call does on `device`, the current one, becomes a part."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy on a device of a tensor of the host, for all streams, or `x` for that device.
+    """A copy on a device of a tensor of the host, or `x` if it is there, for all streams.
 
-    The host waits for the copy, but for no work that streams had before. Not while a graph is captured.
+    The host waits for the copy, but for no work that streams had before: it has a stream of its own. To be kept, as its
+    memory, once freed, is taken anew without a wait for the streams that read it. Not while a graph is captured.
     """
     if device == x.device:
         return x

@@ -846,7 +846,7 @@ def test_lengths_that_the_host_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert kv.lengths_of(7, 2, cpu).tolist() == [7, 7] and cpu not in kv._numbers
     numbers = torch.arange(10, dtype=torch.int32)
-    monkeypatch.setattr(kv, "_NUMBERS", 10)
+    monkeypatch.setattr(kv, "_LENGTHS", 10)
     monkeypatch.setattr(kv, "_numbers", {cpu: numbers})
     for length in (0, 1, 9, 10, 1 << 20):
         found = kv.lengths_of(length, 3, cpu)
